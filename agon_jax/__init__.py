@@ -1,0 +1,1 @@
+"""Agon in JAX: two policies learn on the same problems, each graded by solving what the other could not."""

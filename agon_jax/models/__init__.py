@@ -1,0 +1,1 @@
+"""Language models as pure functions of (base, adapter, tokens), and their published weights."""
