@@ -22,7 +22,12 @@ def _one_of(owner: object, name: str, allowed: tuple) -> None:
 
 
 def _number(
-    owner: object, name: str, low: float, high: float = math.inf, *, integer: bool = False
+    owner: object,
+    name: str,
+    low: int | float,
+    high: int | float = math.inf,
+    *,
+    integer: bool = False,
 ) -> None:
     value = getattr(owner, name)
     kind = int if integer else (int, float)
