@@ -1,1 +1,1 @@
-"""Agon in JAX: two policies learn on the same problems, each graded by solving what the other could not."""
+"""Agon in JAX: two policies learn by solving what the rival could not."""

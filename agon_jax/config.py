@@ -1,6 +1,6 @@
-"""Every setting, as frozen dataclasses: the paper's values are the defaults, and a wrong value is refused.
+"""Every setting, as frozen dataclasses; a wrong value is refused.
 
-A default marked (ours) is not in the paper. experiments/ binds these classes to gin under the
+The paper's values are the defaults. A default marked (ours) is not in the paper. experiments/ binds these classes to gin under the
 lower-case names given in SETTINGS.
 """
 
@@ -12,7 +12,7 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 
 
 class SettingError(ValueError):
-    """A setting has a value it may not have; the message names setting, value and what is allowed."""
+    """A setting has a wrong value; the message names setting, value and what is allowed."""
 
 
 def _one_of(owner: object, name: str, allowed: tuple) -> None:
@@ -74,7 +74,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters: W + alpha / rank * A B. Policy A starts at B = 0, policy B at B = noise."""
+    """Low-rank adapters W + alpha / rank * A B. Policy A starts at B = 0, policy B at noise."""
 
     rank: int = 16
     alpha: float = 32.0  # (ours)
@@ -149,7 +149,7 @@ class PromptConfig:
 
 @dataclass(frozen=True)
 class MethodConfig:
-    """A row of the paper's table: who plays, whom they meet and what is rewarded. Defaults: Agon."""
+    """A row of the paper's table: who plays, whom they meet, what is rewarded. Defaults: Agon."""
 
     policies: int = 2  # 1: one policy in both roles, or plain GRPO without the challenge
     challenge: bool = True  # False: vanilla GRPO, every policy drafts alone
@@ -186,7 +186,9 @@ class GrpoConfig:
     clip_low: float = 0.2  # (ours) ratio >= 1 - clip_low
     clip_high: float = 0.2  # (ours) ratio <= 1 + clip_high
     kl_coef: float = 0.0  # (ours) weight of the k3 estimate of KL(policy || base)
-    loss_norm: str = "grpo"  # grpo: mean of row means | dapo: token mean | dr_grpo: constant divisor
+    loss_norm: str = (
+        "grpo"  # grpo: mean of row means | dapo: token mean | dr_grpo: constant divisor
+    )
     advantage_std: str = "sample"  # sample (ddof 1) | population (ddof 0) | none
     std_epsilon: float = 1e-4  # added to the std
     mask_truncated: bool = False  # True: completions cut at the cap give no loss
@@ -302,7 +304,9 @@ class RunConfig:
     steps: int = 0  # optimizer steps; 0: `epochs` passes over the training problems
     epochs: int = 1  # (ours)
     problems_per_step: int = 16  # (ours)
-    eval_every: int = 0  # steps between evaluations on the held-out problems; 0: none while training
+    eval_every: int = (
+        0  # steps between evaluations on the held-out problems; 0: none while training
+    )
     eval_problems: int = 0  # held-out problems of such an evaluation; 0: all
     save_every: int = 50  # steps between checkpoints; 0: none, not even at the end
     keep_checkpoints: int = 2

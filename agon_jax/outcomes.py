@@ -1,4 +1,4 @@
-"""What came of one stage, as arrays: the host-side record that rewards, metrics and evaluation read.
+"""What came of one stage, as arrays: what rewards, metrics and evaluation read on the host.
 
 A stage is every draft or every challenge of a batch: `problem` rows, `rollout` columns, so that a
 GRPO group is a row. Challenge [i, j] read the draft [i, j] (or [i, 0] with a shared rival).

@@ -37,7 +37,7 @@ def init_lora(
 def policy_variables(
     base: PyTree[Float[Array, "..."]], trainable: PyTree[Float[Array, "..."]], train: str
 ) -> dict[str, PyTree[Float[Array, "..."]]]:
-    """What `lm.apply` takes for a policy: base and adapter ("lora"), or its own full tree ("full")."""
+    """What `lm.apply` takes for a policy: base and adapter ("lora"), or its own tree ("full")."""
     if train == "full":
         return {"params": trainable}
     return {"params": base, "lora": trainable}

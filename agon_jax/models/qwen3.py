@@ -128,7 +128,7 @@ class Qwen3(nn.Module):
         positions: Int[Array, "B T"],
         mask: Bool[Array, "B T"],
     ) -> Float[Array, "B T D"]:
-        """Hidden states after the final norm. Positions count real tokens; padding is mask False."""
+        """Hidden states after the final norm. Positions count real tokens; mask False is padding."""
         x, _ = self.layers(self.embed(tokens), positions, mask, False)
         return self.norm(x)
 

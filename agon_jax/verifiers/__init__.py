@@ -1,1 +1,1 @@
-"""Verdicts on answers, given on the host: model output is hostile and is judged in worker processes."""
+"""Verdicts on answers, given on the host: model output is hostile, and worker processes judge it."""
