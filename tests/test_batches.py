@@ -220,7 +220,7 @@ def test_a_file_too_small_for_both_parts_is_refused(tmp_path):
 
 
 def test_the_plain_layer_loads_without_jax():
-    names = ["config", "outcomes", "rewards", "complement", "data.jsonl", "data.batches"]
+    names = ["rewards", "complement", "metrics", "progress", "data.jsonl", "data.batches"]
     script = "import sys\n" + "\n".join(f"import agon_jax.{name}" for name in names)
     script += "\nsys.exit('jax' in sys.modules or 'grain' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)

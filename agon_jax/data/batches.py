@@ -9,6 +9,7 @@ import hashlib
 import logging
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -59,9 +60,9 @@ def host_share(
 class Batches:
     """Endless steps of problems, as make_batches orders them; the state is JSON-able."""
 
-    def __init__(self, problems: Sequence[Problem], indices: Iterator, order: dict[str, int | str]):
+    def __init__(self, problems: Sequence[Problem], indices: Any, order: dict[str, int | str]):
         self._problems = problems
-        self._indices = indices  # a grain iterator over the indices of each batch
+        self._indices = indices  # a grain DatasetIterator: the indices of each batch
         self._order = order  # what decides which problems a step has
 
     def __iter__(self) -> Iterator[list[Problem]]:
