@@ -51,15 +51,16 @@ def test_copying_tells_right_from_wrong_answers():
         ("9", "9", False, False),  # wrong, repeated
         ("9", "8", False, False),
         ("7", "7", False, False),  # wrong, repeated
+        ("6", "6", True, False),  # repeated, but the rival's verdict had timed out
         ("12", None, True, False),  # nothing to copy
         (None, "12", False, True),
         (None, None, False, False),
     ]
     own, rival, correct, rival_correct = (np.array(c, object) for c in zip(*pairs, strict=True))
     assert copying(own, rival, correct, rival_correct) == {
-        "copied": 4 / 7,
+        "copied": 5 / 8,
         "copied_right": 2 / 3,
-        "copied_wrong": 2 / 4,
+        "copied_wrong": 2 / 5,
     }
     square = [c[:8].reshape(2, 4) for c in (own, rival, correct, rival_correct)]
     assert copying(*square) == copying(own[:8], rival[:8], correct[:8], rival_correct[:8])

@@ -183,6 +183,7 @@ def test_nearly_equal_rewards_are_not_floored(kind, epsilon, expected):
     advantages, live = group_advantages(rewards, grpo)
     np.testing.assert_allclose(advantages, [[-expected, expected]], atol=1e-4)
     assert live.all()
+    assert group_advantages(np.array([[1, 1 + 1e-9]]), grpo)[1].all()  # equal in float32
 
 
 def test_unscored_rollouts_are_left_out_and_not_counted_as_zero():
