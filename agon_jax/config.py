@@ -1,12 +1,13 @@
 """Every setting, as frozen dataclasses; a wrong value is refused.
 
-The paper's values are the defaults. A default marked (ours) is not in the paper. experiments/ binds these classes to gin under the
-lower-case names given in SETTINGS.
+The paper's values are the defaults; one marked (ours) is not in the paper. experiments/ binds
+these classes to gin under the lower-case names given in SETTINGS.
 """
 
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from typing import no_type_check  # a wrong type is refused below, in words, in the tests too
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -17,7 +18,7 @@ class SettingError(ValueError):
 
 def _one_of(owner: object, name: str, allowed: tuple) -> None:
     value = getattr(owner, name)
-    if value not in allowed:
+    if not any(type(value) is type(each) and value == each for each in allowed):
         _refuse(owner, name, f"one of {', '.join(map(repr, allowed))}")
 
 
@@ -54,6 +55,7 @@ def _refuse(owner: object, name: str, allowed: str) -> None:
     raise SettingError(f"{section}.{name} = {getattr(owner, name)!r}: must be {allowed}")
 
 
+@no_type_check
 @dataclass(frozen=True)
 class ModelConfig:
     """Where a base comes from and how it is held."""
@@ -72,6 +74,7 @@ class ModelConfig:
         _boolean(self, "remat")
 
 
+@no_type_check
 @dataclass(frozen=True)
 class LoraConfig:
     """Low-rank adapters W + alpha / rank * A B. Policy A starts at B = 0, policy B at noise."""
@@ -85,15 +88,17 @@ class LoraConfig:
         _number(self, "rank", 1, integer=True)
         _number(self, "alpha", 0)
         _number(self, "noise_std", 0)
-        object.__setattr__(self, "targets", tuple(self.targets))
-        if not self.targets or set(self.targets) - set(LORA_TARGETS):
+        given = self.targets if isinstance(self.targets, (tuple, list)) else ()
+        if not given or any(target not in LORA_TARGETS for target in given):
             _refuse(self, "targets", f"a non-empty choice of {', '.join(LORA_TARGETS)}")
+        object.__setattr__(self, "targets", tuple(given))
 
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
 
 
+@no_type_check
 @dataclass(frozen=True)
 class SamplingConfig:
     """How completions are drawn."""
@@ -119,6 +124,7 @@ class SamplingConfig:
         _number(self, "rows_per_device", 1, integer=True)
 
 
+@no_type_check
 @dataclass(frozen=True)
 class PromptConfig:
     """The words around a question. Templates are filled by name: {question}, {summary}."""
@@ -147,6 +153,7 @@ class PromptConfig:
         _number(self, "max_summary_chars", 1, integer=True)
 
 
+@no_type_check
 @dataclass(frozen=True)
 class MethodConfig:
     """A row of the paper's table: who plays, whom they meet, what is rewarded. Defaults: Agon."""
@@ -179,6 +186,7 @@ class MethodConfig:
         return self.group_size if self.challenge else 2 * self.group_size
 
 
+@no_type_check
 @dataclass(frozen=True)
 class GrpoConfig:
     """The policy gradient. Equations in agon_jax/grpo.py."""
@@ -209,6 +217,7 @@ class GrpoConfig:
         _number(self, "logprob_chunk", 1, integer=True)
 
 
+@no_type_check
 @dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW with linear warm-up and linear decay to 0, one state and one clipping per policy."""
@@ -235,6 +244,7 @@ class OptimizerConfig:
         _number(self, "micro_batch", 0, integer=True)
 
 
+@no_type_check
 @dataclass(frozen=True)
 class DataConfig:
     """The problems."""
@@ -259,6 +269,7 @@ class DataConfig:
             _refuse(self, "path", "a JSONL file when data.source is 'jsonl'")
 
 
+@no_type_check
 @dataclass(frozen=True)
 class MeshConfig:
     """Devices along each axis of the update's mesh; data = 0 takes what the others leave."""
@@ -273,6 +284,7 @@ class MeshConfig:
         _number(self, "tensor", 1, integer=True)
 
 
+@no_type_check
 @dataclass(frozen=True)
 class VerifierConfig:
     """The pool of worker processes that judge answers."""
@@ -287,6 +299,7 @@ class VerifierConfig:
         _number(self, "max_answer_chars", 1, integer=True)
 
 
+@no_type_check
 @dataclass(frozen=True)
 class RunConfig:
     """One training run, whole."""
