@@ -15,7 +15,7 @@ LAYERS = (
         "config", "outcomes", "metrics", "progress", "rewards", "prompts", "complement", "data",
         "verifiers",
     },  # plain: no jax, so that verifier processes and their tests start at once
-    {"models", "grpo", "sharding"},  # pure JAX
+    {"models", "grpo", "sharding", "token_choice"},  # pure JAX
     {"policies", "tokenizer", "sampler", "update", "batching", "checkpoint"},  # devices
     {"rollout", "evaluate"},  # stages
     {"trainer"},  # the line

@@ -8,6 +8,7 @@ key/value head (N = K G), H head dim, F mlp, V vocab, L layer, R rank, P policy.
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from agon_jax.config import LoraConfig
@@ -19,7 +20,7 @@ class RMSNorm(nn.Module):
     """x / rms(x) in float32, rounded to the activations' dtype, then times w (Qwen3's order)."""
 
     epsilon: float
-    dtype: jnp.dtype
+    dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
@@ -37,7 +38,7 @@ class Einsum(nn.Module):
 
     equation: str  # "BTD,DNH->BTNH": activations, kernel -> activations
     shape: tuple[int, ...]  # of the kernel
-    dtype: jnp.dtype
+    dtype: DTypeLike
     lora: LoraConfig | None = None
 
     @nn.compact
@@ -103,3 +104,40 @@ def causal_attention(
     block_positions = jnp.moveaxis(block_positions.reshape(batch, blocks, QUERY_BLOCK), 1, 0)
     out = jax.lax.map(lambda args: jax.checkpoint(attend)(*args), (q, block_positions))
     return jnp.moveaxis(out, 0, 1).reshape(batch, time + padding, num_heads, head_dim)[:, :time]
+
+
+def shared_prompt_attention(
+    q: Float[Array, "B N H"],
+    prompt_k: Float[Array, "prompt K S H"],
+    prompt_v: Float[Array, "prompt K S H"],
+    prompt_visible: Bool[Array, "prompt S"],
+    own_k: Float[Array, "B K W H"],
+    own_v: Float[Array, "B K W H"],
+    own_visible: Bool[Array, " W"],
+) -> Float[Array, "B N H"]:
+    """One query a row over its prompt's keys and its own; B = prompt * completions.
+
+    Rows of a prompt stand together and read its keys as one batch of queries, so those are neither
+    repeated nor read once a row. The softmax runs over both segments jointly, in float32. At least
+    one key of a row's own must be visible.
+    """
+    batch, num_heads, head_dim = q.shape
+    prompts, kv_heads = prompt_k.shape[:2]
+    q = (q * head_dim**-0.5).reshape(prompts, -1, kv_heads, num_heads // kv_heads, head_dim)
+    completions = q.shape[1]
+    own_k, own_v = (a.reshape(prompts, completions, *a.shape[1:]) for a in (own_k, own_v))
+
+    float32 = {"preferred_element_type": jnp.float32}
+    low = jnp.finfo(jnp.float32).min
+    prompt_scores = jnp.einsum("PCKGH,PKSH->PCKGS", q, prompt_k, **float32)
+    prompt_scores = jnp.where(prompt_visible[:, None, None, None], prompt_scores, low)
+    own_scores = jnp.einsum("PCKGH,PCKWH->PCKGW", q, own_k, **float32)
+    own_scores = jnp.where(own_visible, own_scores, low)
+
+    top = jnp.maximum(prompt_scores.max(-1), own_scores.max(-1))[..., None]
+    prompt_weights = jnp.exp(prompt_scores - top)
+    own_weights = jnp.exp(own_scores - top)
+    total = prompt_weights.sum(-1) + own_weights.sum(-1)
+    out = jnp.einsum("PCKGS,PKSH->PCKGH", prompt_weights.astype(q.dtype), prompt_v, **float32)
+    out += jnp.einsum("PCKGW,PCKWH->PCKGH", own_weights.astype(q.dtype), own_v, **float32)
+    return (out / total[..., None]).astype(q.dtype).reshape(batch, num_heads, head_dim)

@@ -11,10 +11,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from agon_jax.config import LoraConfig
-from agon_jax.models.layers import Einsum, RMSNorm, causal_attention, rope
+from agon_jax.models.layers import (
+    Einsum,
+    RMSNorm,
+    causal_attention,
+    rope,
+    shared_prompt_attention,
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Block(nn.Module):
     """One layer in two halves, so that whoever holds the keys and values attends in between."""
 
     config: Qwen3Config
-    dtype: jnp.dtype
+    dtype: DTypeLike
     lora: LoraConfig | None
 
     def setup(self):
@@ -97,7 +104,7 @@ class Qwen3(nn.Module):
 
     config: Qwen3Config
     lora: LoraConfig | None = None
-    dtype: jnp.dtype = jnp.float32
+    dtype: DTypeLike = jnp.float32
     remat: bool = False
 
     def setup(self):
@@ -167,3 +174,63 @@ def layer(variables: PyTree, index: int | Int[Array, ""]) -> PyTree:
     """The variables of one block, for `Block.apply`, out of the scanned stack."""
     stacked = {name: tree["layers"] for name, tree in variables.items() if "layers" in tree}
     return jax.tree.map(lambda leaf: leaf[index], stacked)
+
+
+class DecodeCache(NamedTuple):
+    """What one more token of every row needs: keys and values by layer, and how far they reach."""
+
+    prompt: tuple[KeysValues, ...]  # by layer [prompt K S H], right-padded
+    prompt_lengths: Int[Array, " prompt"]
+    own: tuple[KeysValues, ...]  # by layer [B K W H], B = prompt * completions
+    step: Int[Array, ""]  # entries of `own` that are filled; the same in every row
+
+
+def init_cache(
+    keys_values: KeysValues, prompt_lengths: Int[Array, " prompt"], completions: int
+) -> DecodeCache:
+    """The cache after `prefill` of right-padded prompts, for `completions` rows a prompt, W = 0."""
+    keys, values = (jnp.moveaxis(leaf, -2, -3) for leaf in keys_values)  # [L prompt K S H]
+    prompt = tuple(KeysValues(k, v) for k, v in zip(keys, values, strict=True))
+    _, prompts, kv_heads, _, head_dim = keys.shape
+    nothing = jnp.zeros((prompts * completions, kv_heads, 0, head_dim), keys.dtype)
+    own = (KeysValues(nothing, nothing),) * len(prompt)
+    return DecodeCache(prompt, prompt_lengths, own, jnp.zeros((), jnp.int32))
+
+
+def widen_cache(cache: DecodeCache, window: int) -> DecodeCache:
+    """The same cache with room for `window` entries of each row's own."""
+
+    def widen(leaf):
+        return jnp.pad(leaf, ((0, 0), (0, 0), (0, window - leaf.shape[2]), (0, 0)))
+
+    return cache._replace(own=jax.tree.map(widen, cache.own))
+
+
+def decode(
+    lm: Qwen3, variables: PyTree[Float[Array, "..."]], tokens: Int[Array, " B"], cache: DecodeCache
+) -> tuple[Float[Array, "B D"], DecodeCache]:
+    """Final hidden states of one more token a row, and the cache that holds it too.
+
+    It stands at position prompt_length + step. The completions of a prompt stand together in B, and
+    cache.step must be below W.
+    """
+    block = Block(lm.config, lm.dtype, lm.lora)
+    prompts, width = cache.prompt_lengths.shape[0], cache.prompt[0].keys.shape[2]
+    positions = jnp.repeat(cache.prompt_lengths + cache.step, tokens.shape[0] // prompts)[:, None]
+    prompt_visible = jnp.arange(width) < cache.prompt_lengths[:, None]
+    own_visible = jnp.arange(cache.own[0].keys.shape[2]) <= cache.step
+    x = lm.apply(variables, tokens[:, None], method="embed")
+    own = []
+    for index, (prompt, past) in enumerate(zip(cache.prompt, cache.own, strict=True)):
+        weights = layer(variables, index)
+        q, k, v = block.apply(weights, x, positions, method="project")
+        at = (0, 0, cache.step, 0)
+        keys = jax.lax.dynamic_update_slice(past.keys, jnp.swapaxes(k, 1, 2), at)
+        values = jax.lax.dynamic_update_slice(past.values, jnp.swapaxes(v, 1, 2), at)
+        attended = shared_prompt_attention(
+            q[:, 0], prompt.keys, prompt.values, prompt_visible, keys, values, own_visible
+        )
+        x = block.apply(weights, x, attended[:, None], method="finish")
+        own.append(KeysValues(keys, values))
+    hidden = lm.apply(variables, x, method="final_norm")[:, 0]
+    return hidden, cache._replace(own=tuple(own), step=cache.step + 1)
