@@ -135,7 +135,7 @@ class Qwen3(nn.Module):
         positions: Int[Array, "B T"],
         mask: Bool[Array, "B T"],
     ) -> Float[Array, "B T D"]:
-        """Hidden states after the final norm. Positions count real tokens; mask False is padding."""
+        """Hidden states after the final norm. Positions count real tokens; mask False: padding."""
         x, _ = self.layers(self.embed(tokens), positions, mask, False)
         return self.norm(x)
 
