@@ -142,17 +142,18 @@ def save(
     directory: str | Path,
     config: Qwen3Config,
     params: PyTree[Float[Array | np.ndarray, "..."]],
-    like: str | Path,
+    like: str | Path | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Writes a base as a Hugging Face directory, in its own dtype, whole or not at all.
 
-    Tokenizer files, generation settings and token ids are those of the directory `like`, which may
-    be `directory` itself. What is there is replaced as a whole, so that no older shard survives;
-    a directory with files that no checkpoint has is refused. Beside the base, host memory holds
-    one shard. Raises ValueError for a tree that is not this config's.
+    Tokenizer files, generation settings and token ids are those of the directory `like`, by default
+    of `directory` as it is. What is there is replaced as a whole, so that no older shard survives;
+    one with files that no checkpoint has is refused. Beside the base, host memory holds one
+    shard. Raises ValueError for a tree that is not this config's.
     """
-    directory, like = Path(directory).resolve(), Path(like)
+    directory = Path(directory).resolve()
+    like = directory if like is None else Path(like)
     places = layout(config)
     _check_tree(params, base_shapes(config))
     _check_replaceable(directory)

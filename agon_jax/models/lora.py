@@ -2,20 +2,21 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from agon_jax.config import LoraConfig
 
 INPUT_AXES = {"o_proj": 2}  # axes of a kernel that are contracted with the activations; else 1
+# A base or an adapter, on the host or on devices.
+Tree = PyTree[Float[Array | np.ndarray, "..."]]
 
 
-def init_lora(
-    base: PyTree[Float[Array, "..."]], lora: LoraConfig, key: Array, noise_std: float = 0.0
-) -> PyTree[Float[Array, "..."]]:
+def init_lora(base: Tree, lora: LoraConfig, key: Array, noise_std: float = 0.0) -> Tree:
     """A float32 adapter for every targeted matrix of `base`: A ~ U(+-1/sqrt(inputs)), B ~ noise.
 
     noise_std = 0 makes B zero, so the adapter changes nothing until it is trained (policy A);
-    policy B starts with small Gaussian noise there. `base` may be shapes only (ShapeDtypeStruct).
+    policy B starts with small Gaussian noise there.
     """
     matrices = base["layers"]
     adapter = {}
@@ -34,18 +35,14 @@ def init_lora(
     return {"layers": adapter}
 
 
-def policy_variables(
-    base: PyTree[Float[Array, "..."]], trainable: PyTree[Float[Array, "..."]], train: str
-) -> dict[str, PyTree[Float[Array, "..."]]]:
+def policy_variables(base: Tree, trainable: Tree, train: str) -> dict[str, Tree]:
     """What `lm.apply` takes for a policy: base and adapter ("lora"), or its own tree ("full")."""
     if train == "full":
         return {"params": trainable}
     return {"params": base, "lora": trainable}
 
 
-def merge(
-    base: PyTree[Float[Array, "..."]], adapter: PyTree[Float[Array, "..."]], lora: LoraConfig
-) -> PyTree[Float[Array, "..."]]:
+def merge(base: Tree, adapter: Tree, lora: LoraConfig) -> Tree:
     """A new base with W + (alpha / rank) A B in place of W; `base` is left as it was.
 
     The sum is taken in float32 and rounded to the base's dtype.
@@ -54,7 +51,8 @@ def merge(
     for name, factors in adapter["layers"].items():
         kernel, a, b = layers[name]["kernel"], factors["a"], factors["b"]
         a = a.reshape(a.shape[0], -1, a.shape[-1])  # every input axis in one
-        delta = jnp.einsum("LIR,LRO->LIO", a, b.reshape(*b.shape[:2], -1)).reshape(kernel.shape)
+        b = b.reshape(*b.shape[:2], -1)
+        delta = jnp.einsum("LIR,LRO->LIO", a, b, precision="highest").reshape(kernel.shape)
         merged = kernel.astype(jnp.float32) + lora.scale * delta
         layers[name] = {"kernel": merged.astype(kernel.dtype)}
     return {**base, "layers": layers}
