@@ -1,1 +1,1 @@
-"""Scripts for users; `pip install -e .` puts the repository on the path, where they find each other."""
+"""Scripts for users; an editable install puts the root on the path, where they are found."""

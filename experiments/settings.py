@@ -49,16 +49,21 @@ MAY_CHANGE = (  # of a run that is resumed: its length, its rhythm, and how the 
 
 
 def add_setting_arguments(
-    parser: argparse.ArgumentParser, default: Sequence[str] | None = None
+    parser: argparse.ArgumentParser,
+    default: Sequence[str] | None = None,
+    config: argparse._ArgumentGroup | None = None,
 ) -> None:
-    """`--config FILE ...` and `--set NAME=VALUE ...`, for `load_run`; config is required without
-    a default, and replaces it."""
-    parser.add_argument(
+    """`--config FILE ...` and `--set NAME=VALUE ...`, for `load_run`.
+
+    Without a default --config is required, and with one it replaces it; `config` is a group of
+    options of which it is one.
+    """
+    (config or parser).add_argument(
         "--config",
         nargs="+",
         action=_ReplaceThenExtend,
         metavar="FILE",
-        required=default is None,
+        required=default is None and config is None,
         default=default,
         help="gin files, read in this order: one of models/, of tasks/ and of methods/, or your"
         " own; looked for from here and in experiments/configs"
@@ -268,6 +273,12 @@ def read_workdir(workdir: Path) -> RunConfig:
             f"--workdir {workdir}: its settings.json cannot be read, so it holds no run of this"
             f" version: {error}"
         ) from None
+
+
+def load_workdir(workdir: Path, settings: Sequence[str]) -> RunConfig:
+    """The settings of the run that `workdir` holds, with some set otherwise."""
+    read_workdir(workdir)  # says so where there is none
+    return load_run([str((workdir / "config.gin").resolve())], settings)
 
 
 def _refuse_other_settings(workdir: Path, old_run: RunConfig, run: RunConfig) -> None:

@@ -1,17 +1,16 @@
 """Trains a pair of policies by Agon, or by another row of the paper's table.
 
-    python experiments/train.py --config models/embedded.gin tasks/arithmetic.gin methods/agon.gin \\
-        --workdir runs/agon
-    python experiments/train.py --config models/qwen3_0_6b.gin tasks/jsonl.gin methods/agon.gin \\
-        --set data.path=problems.jsonl optimizer.learning_rate=1e-5 --workdir runs/mine
+    python experiments/train.py --config models/embedded.gin tasks/arithmetic.gin \\
+        methods/agon.gin --workdir runs/agon
+    python experiments/train.py --config models/qwen3_0_6b.gin tasks/jsonl.gin \\
+        methods/agon.gin --set data.path=problems.jsonl run.epochs=2 --workdir runs/mine
 
 WORKDIR gets config.gin and settings.json (every setting), metrics.jsonl, TensorBoard events,
-checkpoints and, at the end, heldout.jsonl: what each stage made of each held-out problem. The same
-command again goes on with a run that was stopped.
+checkpoints and, at the end, report.json and heldout.jsonl: what each stage made of each held-out
+problem. The same command again goes on with a run that was stopped.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from agon_jax.trainer import train
-from experiments.evaluate import stage_table
+from experiments.evaluate import stage_table, write_report
 from experiments.settings import add_setting_arguments, claim_workdir, load_run, refusing
 
 
@@ -40,8 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if report is None:
         print(f"trained; data.heldout_size = 0, so nothing was evaluated. See {args.workdir}")
         return 0
-    with (args.workdir / "heldout.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in report.records())
+    write_report(report, args.workdir)
     Console().print(stage_table(report.numbers()))
     return 0
 

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +13,8 @@ PACKAGE = Path(__file__).parents[1] / "agon_jax"
 
 LAYERS = (
     {
-        "config", "outcomes", "metrics", "progress", "rewards", "prompts", "complement", "data",
-        "verifiers",
+        "config", "outcomes", "metrics", "progress", "rewards", "prompts", "withhold",
+        "complement", "data", "verifiers",
     },  # plain: no jax, so that verifier processes and their tests start at once
     {"models", "grpo", "sharding", "token_choice"},  # pure JAX
     {"policies", "tokenizer", "sampler", "update", "batching", "checkpoint"},  # devices
@@ -180,3 +181,9 @@ def test_layer_0_loads_no_jax_by_way_of_others_either():
     code = "\n".join(f"import agon_jax.{name}" for name in names)
     code += "\nimport sys\nassert 'jax' not in sys.modules, 'jax was imported'"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
+
+
+def test_pyright_leaves_out_layers_1_and_2_alone():
+    settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    left_out = {Path(path).stem for path in settings["tool"]["pyright"]["exclude"]}
+    assert left_out == LAYERS[1] | LAYERS[2]
