@@ -42,7 +42,6 @@ def train(run: RunConfig, workdir: Path) -> Report | None:
     with (
         VerifierPool(run.verifier) as pool,
         Checkpoints(workdir / "checkpoints", run.keep_checkpoints) as checkpoints,
-        jax.transfer_guard("disallow"),
     ):
         start, states, record = checkpoints.restore_latest(pair.init_states())
         if record:
@@ -51,6 +50,7 @@ def train(run: RunConfig, workdir: Path) -> Report | None:
         with (
             MetricsWriter(workdir, start) as writer,
             Progress(steps, run.method.drafts, start) as progress,
+            jax.transfer_guard("disallow"),
         ):
 
             def evaluated(step: int, asked: Sequence) -> Report:
