@@ -145,8 +145,10 @@ def test_gradient_equals_a_plain_computation():
         value, grads = jax.jit(jax.value_and_grad(loss))(adapter, streams[policy])
         got = jax.tree.map(lambda leaf, p=policy: leaf[p], moments(state))
         assert_close(got, grads, atol=2e-6)
-        assert metrics["loss"][policy] == pytest.approx(value, abs=1e-6)
-        assert metrics["grad_norm"][policy] == pytest.approx(optax.tree.norm(grads), rel=1e-4)
+        assert metrics["loss"][policy] == pytest.approx(float(value), abs=1e-6)
+        assert metrics["grad_norm"][policy] == pytest.approx(
+            float(optax.tree.norm(grads)), rel=1e-4
+        )
         assert metrics["grad_norm"][policy] > 0
 
 
@@ -202,13 +204,13 @@ def test_without_a_row_that_counts_the_state_stays_to_the_bit(why):
 
 
 def test_one_policy_does_not_move_the_other():
-    run = settings(optimizer={"clip_norm": 0.5})
+    run = settings(optimizer={"clip_norm": 0.1})
     loud = [row._replace(advantage=100 * row.advantage) for row in STREAMS[0]]
     state, metrics = step(run)
     louder, loud_metrics = step(run, [loud, STREAMS[1]])
     second = functools.partial(jax.tree.map, lambda leaf: leaf[1])
     jax.tree.map(np.testing.assert_array_equal, second(louder), second(state))
-    assert loud_metrics["grad_norm"][0] > 10 * metrics["grad_norm"][0] > 5
+    assert loud_metrics["grad_norm"][0] > 10 * metrics["grad_norm"][0] > 1
 
 
 def test_a_stack_of_two_is_two_stacks_of_one():
@@ -251,13 +253,13 @@ def test_state_is_donated_and_the_base_is_neither_moved_nor_returned():
     batch = to_global(make_batch(STREAMS, PAD, mesh), mesh)
     state = init_state(place(trainables(RUN), mesh, ("policy",)))
     compiled = update.lower(state, base, batch).compile()
-    bytes_of = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))  # noqa: E731
-    assert compiled.memory_analysis().alias_size_in_bytes >= bytes_of(state)
+    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert compiled.memory_analysis().alias_size_in_bytes >= state_bytes
     with jax.transfer_guard("disallow"):
         new, _ = update(state, base, batch)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(base), base_tree())
-    assert bytes_of(new) == bytes_of(jax.eval_shape(init_state, trainables(RUN)))
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(new)) == state_bytes
 
 
 def test_one_program_serves_every_batch_of_a_bucket():
