@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from agon_jax.sharding import batch_sharding, batch_shards
 
-LENGTH_BUCKET = 64  # the shortest padded length; above it four lengths for each doubling
+SHORTEST_STEP = 16  # between padded lengths: below it, compiling costs more than padding
 
 
 class Row(NamedTuple):
@@ -42,15 +42,13 @@ class Batch(NamedTuple):
 
 
 def bucket(length: int) -> int:
-    """The padded length that holds `length`: 64, then 1, 1.25, 1.5, 1.75 times each power of two.
+    """The padded length that holds `length`: multiples of 16, from 128 on four for each doubling.
 
     So the number of programs to compile grows with the logarithm of the longest sequence, and
     less than a fifth of a long one is padding.
     """
-    if length <= LENGTH_BUCKET:
-        return LENGTH_BUCKET
-    step = 1 << ((length - 1).bit_length() - 3)
-    return -(-length // step) * step
+    step = max(SHORTEST_STEP, 1 << max((length - 1).bit_length() - 3, 0))
+    return -(-max(length, 1) // step) * step
 
 
 def make_batch(

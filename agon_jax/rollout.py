@@ -170,10 +170,8 @@ def _roll(
     count = max(j + 1 for r in requests for j in r.rollouts)
     rolled = {(r.problem, j): _dropped(r.prompt) for r in requests for j in r.rollouts}
     verdicts = {}
-    sampled = policy.sample(
-        weights[policy.stack], [r.prompt for r in fitting], np.stack([r.keys for r in fitting])
-    )
-    for k, completions in sampled if fitting else ():
+    prompts, keys = [r.prompt for r in fitting], np.array([r.keys for r in fitting], np.uint32)
+    for k, completions in policy.sample(weights[policy.stack], prompts, keys) if fitting else ():
         request = fitting[k]
         for j, completion in zip(request.rollouts, completions, strict=True):
             place = (request.problem, j)

@@ -25,7 +25,7 @@ def fake_shards(monkeypatch, count):
 def test_rows_keep_their_tokens_and_padding_is_told_by_length_alone():
     first = row([1, 2, PAD], [PAD, 3, PAD], advantage=0.5, truncated=True)  # pad is the EOS too
     batch = make_batch([[first], [row([4], [5]), row([6], [8, 9])]], PAD, mesh())
-    assert batch.prompt_tokens.shape == batch.completion_tokens.shape == (2, 2, 64)
+    assert batch.prompt_tokens.shape == batch.completion_tokens.shape == (2, 2, 16)
     assert batch.prompt_tokens[0, 0, -3:].tolist() == [1, 2, PAD]
     assert batch.completion_tokens[0, 0, :3].tolist() == [PAD, 3, PAD]
     assert (batch.prompt_tokens[0, 0, :-3] == PAD).all()
@@ -43,7 +43,7 @@ def test_no_row_is_dropped_and_sizes_are_multiples():
     assert batch.live.shape == (2, 12)
     assert sorted(batch.completion_tokens[0, :10, 0]) == list(range(10))
     assert batch.live.sum(axis=1).tolist() == [10, 3]
-    assert padding_share(batch) == 1 - 2 * 13 / (2 * 12 * 128)
+    assert padding_share(batch) == 1 - 2 * 13 / (2 * 12 * 32)
 
 
 def test_a_step_without_rows_still_has_a_shape():
@@ -67,8 +67,8 @@ def test_rows_are_a_multiple_of_the_shards_and_of_the_asked(monkeypatch):
 def test_buckets_are_few_and_hold_their_length():
     sizes = [bucket(length) for length in range(10_000)]
     assert all(length <= size for length, size in enumerate(sizes))
-    assert sorted(set(sizes))[:7] == [64, 80, 96, 112, 128, 160, 192]
-    assert len(set(sizes)) == 30
+    assert sorted(set(sizes))[:10] == [16, 32, 48, 64, 80, 96, 112, 128, 160, 192]
+    assert len(set(sizes)) == 33
     assert all(length > 0.8 * size for length, size in enumerate(sizes) if length > 64)
 
 

@@ -12,6 +12,7 @@ from agon_jax.policies import Policy
 from agon_jax.prompts import Sections
 from agon_jax.rollout import challenge, draft, request_keys, rivals
 from agon_jax.sampler import Completion
+from agon_jax.verifiers.pool import VerifierPool
 from agon_jax.verifiers.verdict import Verdict
 
 PROBLEMS = [Problem("p0", "2+3", "5"), Problem("p1", "40+2", "42")]
@@ -32,8 +33,11 @@ class Characters:
         return Sections(bool(closed), bool(closed), reasoning, after)
 
 
-class Pool:
+class Pool(VerifierPool):
     """Judges at once, by equality."""
+
+    def __init__(self):
+        pass
 
     def submit(self, problem: Problem, answer: str | None) -> Future:
         future: Future = Future()

@@ -1,1 +1,1 @@
-"""Verdicts on answers, given on the host: model output is hostile, and worker processes judge it."""
+"""Verdicts on answers, on the host: model output is hostile, so worker processes judge it."""

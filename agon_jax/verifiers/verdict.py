@@ -7,4 +7,4 @@ class Verdict(NamedTuple):
     """Whether an answer is right, and why it was judged so."""
 
     correct: bool
-    reason: str  # right | wrong | no_answer | too_long | unparsable | timeout | crash
+    reason: str  # right | wrong | no_answer | too_long | unparsable | timeout | memory | crash
