@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 from typing import Any, NoReturn
 
+from agon_jax.config import SettingError
 from agon_jax.models.qwen3 import Qwen3Config
 
 SIZES = {  # Qwen3Config's name -> config.json's
@@ -36,8 +37,8 @@ CARRIED = (  # what a checkpoint made from another keeps of it
 )
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; the message names the file, what in it, and the mend."""
+class CheckpointError(SettingError):
+    """A model's directory cannot be used; the message names the file, what in it, and the mend."""
 
 
 def read_config(directory: str | Path) -> Qwen3Config:
