@@ -1,0 +1,87 @@
+"""Sampling: completions of full length, drawn as a training step draws its drafts."""
+
+import argparse
+from typing import Any
+
+import jax
+import numpy as np
+from measure import compile_clock, matmul_flops, median, memory_bandwidth, peak_memory_mb, timed
+from work import (
+    TEMPERATURE,
+    TOP_P,
+    Work,
+    attention_flops,
+    head_parameters,
+    init_weights,
+    matrix_parameters,
+    random_tokens,
+)
+
+from agon_jax.config import SamplingConfig
+from agon_jax.sampler import make_sampler, replicate
+
+
+def run(work: Work, args: argparse.Namespace) -> dict[str, Any]:
+    """New tokens a second after warm-up, and the share of the nearer of two limits."""
+    lm, base, trainables = init_weights(work, args.lora, 2, args.param_dtype, args.dtype)
+    sampling = SamplingConfig(
+        temperature=TEMPERATURE,
+        top_p=TOP_P,
+        max_new_tokens=work.new_tokens,
+        max_draft_prompt_tokens=work.prompt_tokens,
+        max_challenge_prompt_tokens=work.prompt_tokens,
+        rows_per_device=-(-work.rows // jax.local_device_count()),
+    )
+    sample = make_sampler(
+        lm,
+        sampling,
+        train="lora" if args.lora else "full",
+        eos_ids=(),  # no completion ends early
+        pad_id=0,
+        valid_vocab=work.model.vocab_size,
+    )
+    base, trainables = replicate(base), replicate(trainables)
+    prompts = list(random_tokens(work, (work.problems, work.prompt_tokens), seed=1))
+    calls = iter(range(args.reps + 1))
+
+    def once():
+        rng = np.random.default_rng(next(calls))
+        keys = rng.integers(0, 2**32, (work.problems, work.rollouts, 2), np.uint32)
+        drawn = list(sample(base, trainables, 1, prompts, keys))
+        assert all(len(c.tokens) == work.new_tokens for _, row in drawn for c in row)
+
+    with compile_clock() as compiling:
+        first = timed(once, 1)[0]
+    with compile_clock() as recompiling:
+        seconds = timed(once, args.reps)
+    peak = peak_memory_mb()
+    new_tokens = work.rows * work.new_tokens
+    return {
+        "tokens_per_s": new_tokens / median(seconds),
+        "seconds": seconds,
+        "first_call_s": first,
+        "compile_s": compiling.seconds,
+        "recompilations": recompiling.programs,
+        "peak_memory_mb": peak,
+        **_limits(work, args, median(seconds)),
+    }
+
+
+def _limits(work: Work, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """The least time that the matrix products, or one reading of weights and cache a step, take."""
+    model, prompt, new = work.model, work.prompt_tokens, work.new_tokens
+    layers, head = matrix_parameters(model), head_parameters(model)
+    prefilled, drawn = work.problems * prompt, work.rows * new
+    pairs = work.problems * prompt**2 // 2 + work.rows * new * (prompt + new // 2)
+    flops = 2 * layers * (prefilled + drawn) + 2 * head * drawn + attention_flops(model, pairs)
+    devices = jax.local_device_count()
+    weight_bytes = (layers + head) * np.dtype(args.param_dtype).itemsize * devices
+    a_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    cached = work.problems * prompt + work.rows * new // 2
+    step_bytes = weight_bytes + a_token * cached * np.dtype(args.dtype).itemsize
+    shares = {
+        "matmul": flops / (matmul_flops(args.dtype) * devices) / seconds,
+        "bandwidth": step_bytes * new / (memory_bandwidth() * devices) / seconds,
+    }
+    nearer = max(shares, key=lambda name: shares[name])
+    return {"gflop": flops / 1e9, "limit": nearer, "share_of_limit": shares[nearer]}
