@@ -1,6 +1,6 @@
 """Makes the embedded model again: its tokenizer, its weights, its settings, from a seed.
 
-    python experiments/make_embedded.py --out DIR [--seed 0] [--tokenizer-only]
+    python experiments/make_embedded.py --out DIR [--seed 0] [--without-weights]
 
 A tiny random Qwen3 learns the sums of agon_jax/data/arithmetic.py from worked examples: clean ones
 first, then ones with the slips people make, until it slips as they do. So it can add, and its
@@ -12,6 +12,7 @@ weights wherever sums are taken in the same order.
 """
 
 import argparse
+import json
 import random
 import sys
 import time
@@ -100,14 +101,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, required=True, help="the directory to write")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tokenizer-only", action="store_true", help="leave out the weights")
+    parser.add_argument("--without-weights", action="store_true", help="the small files only")
     args = parser.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
     write_tokenizer(args.out)
-    if not args.tokenizer_only:
+    write_generation_config(args.out)
+    if not args.without_weights:
         tokenizer = load_tokenizer(args.out)
         prompts = load_run(["models/embedded.gin"]).prompts
-        convert.save(args.out, MODEL, warm_up(tokenizer, prompts, args.seed))
+        params = warm_up(tokenizer, prompts, args.seed)
+        params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)  # half the download
+        convert.save(args.out, MODEL, params)
         print(f"{args.out} is written; measure it with python experiments/evaluate.py")
     return 0
 
@@ -129,6 +133,20 @@ def write_tokenizer(directory: Path) -> None:
         model_max_length=1024,
         chat_template=CHAT_TEMPLATE,
     ).save_pretrained(directory)
+
+
+def write_generation_config(directory: Path) -> None:
+    """Both ids that end a completion, and the paper's sampling."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    stop, end = tokenizer.token_to_id(STOP), tokenizer.token_to_id(END)
+    settings = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "eos_token_id": [stop, end],
+        "pad_token_id": end,
+    }
+    (directory / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def add(total: int, term: int, habits: Habits, rng: random.Random) -> int:
