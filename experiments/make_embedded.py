@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tokenizers
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, PyTree
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -232,22 +232,25 @@ def tokenize(pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> Examples
     return Examples(tokens, np.array([len(prompt) for prompt in prompts], np.int32), lengths)
 
 
+def completion_loss(lm: Qwen3, params: PyTree, examples: Examples) -> Float[Array, ""]:
+    """Mean cross-entropy, in nats, of the tokens that the completions are made of."""
+    tokens, prompt_lengths, lengths = examples
+    positions = jnp.broadcast_to(jnp.arange(MAX_TOKENS), tokens.shape)
+    hidden = lm.apply({"params": params}, tokens, positions, positions < lengths[:, None])
+    logits = lm.apply({"params": params}, hidden[:, :-1], method="logits")
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    of_completion = (positions >= prompt_lengths[:, None]) & (positions < lengths[:, None])
+    return jnp.mean(losses, where=of_completion[:, 1:])
+
+
 def make_steps(lm: Qwen3, optimizer: optax.GradientTransformation):
     """(params and optimizer state, Examples [step, sequence, ...]) -> the same, losses [step]."""
 
-    def loss(params, tokens, prompt_lengths, lengths):
-        positions = jnp.broadcast_to(jnp.arange(MAX_TOKENS), tokens.shape)
-        hidden = lm.apply({"params": params}, tokens, positions, positions < lengths[:, None])
-        logits = lm.apply({"params": params}, hidden[:, :-1], method="logits")
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        of_completion = (positions >= prompt_lengths[:, None]) & (positions < lengths[:, None])
-        return jnp.mean(losses, where=of_completion[:, 1:])
-
     def step(state, examples):
         params, opt_state = state
-        value, gradient = jax.value_and_grad(loss)(params, *examples)
+        loss, gradient = jax.value_and_grad(completion_loss, argnums=1)(lm, params, examples)
         updates, opt_state = optimizer.update(gradient, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), value
+        return (optax.apply_updates(params, updates), opt_state), loss
 
     return jax.jit(lambda state, examples: jax.lax.scan(step, state, examples), donate_argnums=0)
 

@@ -7,7 +7,6 @@ from itertools import islice
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from agon_jax.data.arithmetic import is_heldout
@@ -139,13 +138,6 @@ def test_both_roles_are_warmed_up_never_on_held_out_sums_nor_with_the_rivals_ans
 def test_the_weights_are_warm(model, tokenizer):
     """Loss on fresh noisy work: at chance 4.7, before the sums are understood 0.2, at best 0.04."""
     config, params = model
-    batch = make_embedded.tokenize(some_examples(make_embedded.NOISY, 128), tokenizer)
-    positions = np.broadcast_to(np.arange(make_embedded.MAX_TOKENS), batch.tokens.shape)
-    lm = Qwen3(config)
-    mask = positions < batch.lengths[:, None]
-    inputs = jax.tree.map(jnp.asarray, (batch.tokens, positions, mask))
-    hidden = lm.apply({"params": params}, *inputs)
-    logits = lm.apply({"params": params}, hidden[:, :-1], method="logits")
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, inputs[0][:, 1:])
-    of_completion = mask[:, 1:] & (positions[:, 1:] >= batch.prompt_lengths[:, None])
-    assert 0.02 < losses[of_completion].mean() < 0.08
+    examples = make_embedded.tokenize(some_examples(make_embedded.NOISY, 128), tokenizer)
+    loss = jax.jit(lambda *inputs: make_embedded.completion_loss(Qwen3(config), *inputs))
+    assert 0.02 < loss(params, jax.tree.map(jnp.asarray, examples)) < 0.08
