@@ -33,11 +33,11 @@ $(BIN)/python:
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "Installing agon_jax in $(VENV) (a few minutes the first time)"
-	$(PIP) --editable .
+	@$(PIP) --editable .
 	@touch $@
 
 $(VENV)/.installed-%: pyproject.toml $(VENV)/.installed
-	$(PIP) --editable '.[$*]'
+	@$(PIP) --editable '.[$*]'
 	@touch $@
 
 .PRECIOUS: $(VENV)/.installed-%

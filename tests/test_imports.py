@@ -1,10 +1,12 @@
 """Who may import whom: the table of the layers, held against the imports of every module."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -187,3 +189,19 @@ def test_pyright_leaves_out_layers_1_and_2_alone():
     settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))
     left_out = {Path(path).stem for path in settings["tool"]["pyright"]["exclude"]}
     assert left_out == LAYERS[1] | LAYERS[2]
+
+
+def test_every_package_that_is_imported_is_declared():
+    settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    declared = {
+        re.match(r"[\w-]+", requirement)[0].lower().replace("_", "-")
+        for requirement in settings["project"]["dependencies"]
+    }
+    distributions = packages_distributions()
+    for path in [*PACKAGE.rglob("*.py"), *PACKAGE.parent.glob("experiments/*.py")]:
+        for line, name in imported(path.read_text(encoding="utf-8"), path.parent.name):
+            root = name.partition(".")[0]
+            if root in {*sys.stdlib_module_names, PACKAGE.name, "experiments", "torch"}:
+                continue
+            owners = {owner.lower().replace("_", "-") for owner in distributions[root]}
+            assert owners & declared, f"{path.name}, line {line}: {root} is not in pyproject.toml"
