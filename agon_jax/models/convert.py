@@ -187,7 +187,7 @@ def _open_tensors(directory: Path, files: ExitStack) -> dict[str, safe_open]:
         expected, found = {name for name in listed if listed[name] == shard}, set(file.keys())
         if expected != found:
             raise CheckpointError(
-                f"{directory / shard}: {_difference(expected, found)}, by {INDEX}"
+                f"{directory / shard}: {_difference(expected, found)}; by {INDEX}"
             )
     return {name: shards[shard] for name, shard in listed.items()}
 
@@ -204,7 +204,7 @@ def _open(path: Path, files: ExitStack) -> safe_open:
 def _check(directory: Path, places: dict[str, Place], tensors: dict[str, safe_open]) -> None:
     if places.keys() != tensors.keys():
         difference = _difference(places.keys(), tensors.keys())
-        raise CheckpointError(f"{directory}: {difference}, by the sizes in {CONFIG}")
+        raise CheckpointError(f"{directory}: {difference}; by the sizes in {CONFIG}")
     for name, place in places.items():
         header = tensors[name].get_slice(name)
         if tuple(header.get_shape()) != place.stored:
@@ -219,13 +219,13 @@ def _check(directory: Path, places: dict[str, Place], tensors: dict[str, safe_op
 
 
 def _difference(expected: Set[str], found: Set[str]) -> str:
-    """What is missing and what is too much, the first few by name."""
+    """What `found` lacks and what it has besides, the first few by name."""
     parts = []
-    for names, verdict in ((expected - found, "missing"), (found - expected, "too many")):
+    for verdict, names in (("lacks", expected - found), ("has besides", found - expected)):
         if names:
-            shown = ", ".join(sorted(names)[:4]) + (", ..." if len(names) > 4 else "")
-            parts.append(f"{len(names)} tensors {verdict} ({shown})")
-    return " and ".join(parts)
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            parts.append(f"{verdict} {', '.join(sorted(names)[:4])}{more}")
+    return "; ".join(parts)
 
 
 def _leaf(params: PyTree, place: Place) -> Any:
