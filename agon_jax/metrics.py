@@ -20,7 +20,10 @@ from agon_jax.outcomes import Outcomes
 
 FILE = "metrics.jsonl"
 # Every stage reports each of these, seen or not, so that a curve has no holes.
-REASONS = ("right", "wrong", "no_answer", "too_long", "unparsable", "timeout", "memory", "crash")
+REASONS = (
+    *("right", "wrong", "no_answer", "too_long", "unparsable", "bad_gold"),
+    *("timeout", "memory", "crash"),
+)
 
 
 def step_metrics(

@@ -7,4 +7,5 @@ class Verdict(NamedTuple):
     """Whether an answer is right, and why it was judged so."""
 
     correct: bool
-    reason: str  # right | wrong | no_answer | too_long | unparsable | timeout | memory | crash
+    # right | wrong | no_answer | too_long | unparsable | bad_gold | timeout | memory | crash
+    reason: str
