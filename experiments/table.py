@@ -22,10 +22,11 @@ from agon_jax.evaluate import Report, clopper_pearson
 from agon_jax.metrics import read_metrics
 from agon_jax.rollout import Rollout
 from agon_jax.trainer import train
-from experiments.settings import add_setting_arguments, claim_workdir, load_run, refusing
+from experiments.settings import add_setting_arguments, claim_workdir, load_run, refusing, refusing
 
 METHODS = {  # in the order of the table
     "zero_shot": "zero-shot",
+    "zero_shot_pair": "zero-shot cascade",
     "grpo": "grpo",
     "one_policy": "one policy, both roles",
     "coop": "cooperative exchange",
@@ -35,9 +36,11 @@ METHODS = {  # in the order of the table
     "tie_break": "agon + tie-break",
     "agon": "agon",
 }
+TABLE_WIDTH = 132
 STAGES = ("A", "B", "A->B", "B->A", "A->A")
 
 
+@refusing
 @refusing
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
@@ -51,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_setting_arguments(parser, default=["demo.gin"])
     args = parser.parse_args(arguments)
     console = Console()
+    if console.width < TABLE_WIDTH and not console.is_terminal:
+        console = Console(width=TABLE_WIDTH)  # a log file has no width of its own
     for seed in args.seeds:
         for method in args.methods:
             run_one(args, method, seed, console)
@@ -75,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 NOTE = (
     "pass@1 on the held-out problems, one rollout per stage, with the exact (Clopper-Pearson) 95%"
     " interval; over several seeds the verdicts are pooled. Where a method has two cascades the"
-    " better one is reported, chosen afterwards. Generated and prefilled tokens are those of"
-    " training; seconds are training's wall time."
+    " better one is reported, chosen afterwards. Tokens are the mean of a draft, then of the final"
+    " stage. Generated and prefilled tokens and seconds are those of training, a run."
 )
 
 
@@ -133,7 +138,7 @@ def as_table(result: dict[str, Any]) -> Table:
     table = Table(title="Held-out problems")
     for column in (
         "method", "pass@1 [95% interval]", "n", "drafter alone", "A->B", "B->A",
-        "tokens draft / final", "generated", "prefilled", "seconds",
+        "tokens", "generated", "prefilled", "seconds",
     ):  # fmt: skip
         table.add_column(column, justify="left" if column == "method" else "right")
     for name, row in result["methods"].items():
