@@ -22,7 +22,7 @@ from agon_jax.evaluate import Report, clopper_pearson
 from agon_jax.metrics import read_metrics
 from agon_jax.rollout import Rollout
 from agon_jax.trainer import train
-from experiments.settings import add_setting_arguments, claim_workdir, load_run, refusing, refusing
+from experiments.settings import add_setting_arguments, claim_workdir, load_run, refusing
 
 METHODS = {  # in the order of the table
     "zero_shot": "zero-shot",
@@ -40,7 +40,6 @@ TABLE_WIDTH = 132
 STAGES = ("A", "B", "A->B", "B->A", "A->A")
 
 
-@refusing
 @refusing
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
