@@ -28,6 +28,8 @@ from agon_jax.rollout import Weights
 from agon_jax.verifiers.pool import VerifierPool
 from experiments.settings import add_setting_arguments, load_run, load_workdir, refusing
 
+TABLE_WIDTH = 132
+
 
 @refusing
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"evaluating {len(problems)} problems", file=sys.stderr, flush=True)
     with VerifierPool(run.verifier) as pool:
         report = evaluate(pair, weights, problems, run, pool, args.seed)
-    Console().print(stage_table(report.numbers()))
+    wide_console().print(stage_table(report.numbers()))
     if args.out:
         write_report(report, args.out)
         print(f"written: {args.out / 'report.json'}, {args.out / 'heldout.jsonl'}")
@@ -83,6 +85,12 @@ def load_players(run: RunConfig, workdir: Path | None) -> tuple[Pair, Weights]:
     trained = f"after {step} steps" if step else "untrained"
     print(f"the pair of {workdir or run.model.path}, {trained}", file=sys.stderr, flush=True)
     return pair, pair.weights(states)
+
+
+def wide_console() -> Console:
+    """A console for tables: a log file has no width of its own, and would get 80 columns."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, TABLE_WIDTH))
 
 
 def stage_table(numbers: dict[str, Any]) -> Table:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -236,8 +236,9 @@ def completion_loss(lm: Qwen3, params: PyTree, examples: Examples) -> Float[Arra
     """Mean cross-entropy, in nats, of the tokens that the completions are made of."""
     tokens, prompt_lengths, lengths = examples
     positions = jnp.broadcast_to(jnp.arange(MAX_TOKENS), tokens.shape)
-    hidden = lm.apply({"params": params}, tokens, positions, positions < lengths[:, None])
-    logits = lm.apply({"params": params}, hidden[:, :-1], method="logits")
+    visible = positions < lengths[:, None]
+    hidden = cast(jax.Array, lm.apply({"params": params}, tokens, positions, visible))
+    logits = cast(jax.Array, lm.apply({"params": params}, hidden[:, :-1], method="logits"))
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     of_completion = (positions >= prompt_lengths[:, None]) & (positions < lengths[:, None])
     return jnp.mean(losses, where=of_completion[:, 1:])

@@ -22,6 +22,7 @@ from agon_jax.evaluate import Report, clopper_pearson
 from agon_jax.metrics import read_metrics
 from agon_jax.rollout import Rollout
 from agon_jax.trainer import train
+from experiments.evaluate import wide_console
 from experiments.settings import add_setting_arguments, claim_workdir, load_run, refusing
 
 METHODS = {  # in the order of the table
@@ -36,7 +37,6 @@ METHODS = {  # in the order of the table
     "tie_break": "agon + tie-break",
     "agon": "agon",
 }
-TABLE_WIDTH = 132
 STAGES = ("A", "B", "A->B", "B->A", "A->A")
 
 
@@ -52,9 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
     add_setting_arguments(parser, default=["demo.gin"])
     args = parser.parse_args(arguments)
-    console = Console()
-    if console.width < TABLE_WIDTH and not console.is_terminal:
-        console = Console(width=TABLE_WIDTH)  # a log file has no width of its own
+    console = wide_console()
     for seed in args.seeds:
         for method in args.methods:
             run_one(args, method, seed, console)

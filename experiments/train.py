@@ -15,10 +15,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from agon_jax.trainer import train
-from experiments.evaluate import stage_table, write_report
+from experiments.evaluate import stage_table, wide_console, write_report
 from experiments.settings import add_setting_arguments, claim_workdir, load_run, refusing
 
 
@@ -40,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"trained; data.heldout_size = 0, so nothing was evaluated. See {args.workdir}")
         return 0
     write_report(report, args.workdir)
-    Console().print(stage_table(report.numbers()))
+    wide_console().print(stage_table(report.numbers()))
     return 0
 
 
