@@ -13,9 +13,10 @@ from collections.abc import Sequence
 
 import jax
 import part_sample
+import part_update
 from work import CONFIGS
 
-PARTS = {"sample": part_sample.run}
+PARTS = {"sample": part_sample.run, "update": part_update.run}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -28,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--lora", action="store_true", help="adapters on a frozen base, not full trees"
     )
     parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument(
+        "--micro-batch", type=int, default=0, help="rows of one backward pass; 0: all at once"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--param-dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args(argv)

@@ -16,7 +16,7 @@ import sys
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ from agon_jax.models.qwen3 import (
     decode,
     init_cache,
     layer,
+    unstack_cache,
     widen_cache,
 )
 from experiments.golden import Golden, pad, positions_of, transformers_golden
@@ -136,6 +137,11 @@ def check_golden(golden: Golden, config: Qwen3Config) -> None:
         for name in names:
             if name not in golden:
                 raise SettingError(f"the golden has {part}, but not the {name} it goes with")
+    for names in FULL.values():
+        shapes = [golden[name].shape for name in names if names[-1] in golden]
+        if shapes and shapes != [*[shapes[0]] * 3, (*shapes[0], *shapes[3][-1:])]:
+            together = ", ".join(f"{name} {golden[name].shape}" for name in names)
+            raise SettingError(f"the golden's shapes do not go together: {together}")
     vocab, width = config.vocab_size, config.embed_dim
     for name, array in golden.items():
         fits = True
@@ -160,7 +166,7 @@ def compare(model: Model, golden: Golden, tolerance: float) -> Iterator[Part]:
         for part, names in FULL.items():
             if names[-1] in golden:
                 ids, mask, positions, expected = (golden[name] for name in names)
-                logits = full_logits(model, ids, positions, mask)
+                logits = sequence_logits(model, ids, positions, mask)
                 yield measure(part, logits[mask == 1], expected[mask == 1], tolerance)
         for part, names in GREEDY.items():
             if names[-1] in golden:
@@ -168,7 +174,8 @@ def compare(model: Model, golden: Golden, tolerance: float) -> Iterator[Part]:
                 mask = masks[0] if masks else np.ones_like(prompts)
                 ids = ids.reshape(len(prompts), -1)
                 expected = expected.reshape(*ids.shape, -1)
-                logits = cached_logits(model, prompts, mask, ids)
+                rows = [row[seen == 1] for row, seen in zip(prompts, mask, strict=True)]
+                logits = cached_logits(model, rows, ids[:, None])[:, 0]
                 yield measure(part, logits, expected, tolerance, ids)
         if any(name.startswith("hidden_") for name in golden):
             states = layer_inputs(model, golden["gen_prompt"])
@@ -178,39 +185,60 @@ def compare(model: Model, golden: Golden, tolerance: float) -> Iterator[Part]:
                     yield measure(name, states[index], golden[f"hidden_{index}"], tolerance)
 
 
-def full_logits(
-    model: Model, ids: np.ndarray, positions: np.ndarray, mask: np.ndarray
+@functools.partial(jax.jit, static_argnums=0)
+def _sequences(lm: Qwen3, variables: Any, tokens: Any, positions: Any, mask: Any) -> Any:
+    hidden = lm.apply(variables, tokens, positions, mask)
+    return lm.apply(variables, hidden, method="logits")
+
+
+def sequence_logits(
+    model: Model, tokens: np.ndarray, positions: np.ndarray, mask: np.ndarray
 ) -> np.ndarray:
-    """Logits [B, T, V] of whole sequences."""
-    lm, variables = model
-    hidden = lm.apply(variables, jnp.asarray(ids), jnp.asarray(positions), jnp.asarray(mask == 1))
-    return np.asarray(lm.apply(variables, hidden, method="logits"))
+    """Logits [B, T, V] of whole sequences; mask is 1 for tokens."""
+    arrays = (jnp.asarray(a, jnp.int32) for a in (tokens, positions))
+    return np.asarray(_sequences(*model, *arrays, jnp.asarray(mask == 1)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def _steps(lm: Qwen3, variables: Any, tokens: Any, lengths: Any, forced: Any, unroll: bool) -> Any:
+    prompts, completions, steps = forced.shape
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    mask = positions < lengths[:, None]
+    prefilled: Any = lm.apply(variables, tokens, positions, mask, method="prefill")
+    hidden, keys_values = prefilled
+    last = hidden[jnp.arange(prompts), None, lengths - 1]
+    cache = widen_cache(init_cache(keys_values, lengths, completions), steps)
+    layers = None
+    if unroll:
+        cache = unstack_cache(cache)
+        layers = tuple(layer(variables, index) for index in range(lm.config.num_layers))
+
+    def step(cache, column):
+        state, cache = decode(lm, variables, column, cache, layers)
+        return cache, state
+
+    _, states = jax.lax.scan(step, cache, jnp.moveaxis(forced, 2, 0)[:-1])
+    first = jnp.broadcast_to(last, (1, prompts, completions, last.shape[-1]))
+    states = jnp.moveaxis(jnp.concatenate([first, states]), 0, 2)
+    return lm.apply(variables, states, method="logits")
 
 
 def cached_logits(
-    model: Model, prompts: np.ndarray, mask: np.ndarray, forced: np.ndarray
+    model: Model, prompts: Sequence[np.ndarray], forced: np.ndarray, unroll: bool = False
 ) -> np.ndarray:
-    """Logits [B, S, V] that choose each of the S `forced` tokens, which are fed one by one."""
-    lm, variables = model
-    tokens, filled = pad([row[seen == 1] for row, seen in zip(prompts, mask, strict=True)], False)
-    lengths = filled.sum(axis=1)
-    arrays = (jnp.asarray(a) for a in (tokens, positions_of(filled), filled == 1))
-    hidden, keys_values = cast(tuple, lm.apply(variables, *arrays, method="prefill"))
-    cache = widen_cache(
-        init_cache(keys_values, jnp.asarray(lengths, jnp.int32), 1), forced.shape[1]
-    )
-    step = jax.jit(functools.partial(decode, lm))
-    states = [hidden[jnp.arange(len(lengths)), lengths - 1]]
-    for column in forced.T[:-1]:
-        state, cache = step(variables, jnp.asarray(column), cache)
-        states.append(state)
-    return np.asarray(lm.apply(variables, jnp.stack(states, axis=1), method="logits"))
+    """Logits [prompt, completion, step, V] that choose the `forced` tokens, fed one by one.
+
+    unroll: layer by layer, as the sampler does it on a CPU, and not in a scan.
+    """
+    tokens, mask = pad(prompts, left=False)
+    arrays = (jnp.asarray(a, jnp.int32) for a in (tokens, mask.sum(axis=1), forced))
+    return np.asarray(_steps(*model, *arrays, unroll))
 
 
 def layer_inputs(model: Model, prompt: np.ndarray) -> list[np.ndarray]:
     """What goes into each layer, [1, P, D], and what comes out of the final norm."""
     lm, variables = model
-    block = Block(lm.config, lm.dtype, lm.lora)
+    block: Any = Block(lm.config, lm.dtype, lm.lora)
     mask = np.ones_like(prompt)
     positions, seen = jnp.asarray(positions_of(mask)), jnp.asarray(mask == 1)
 

@@ -107,37 +107,52 @@ def causal_attention(
 
 
 def shared_prompt_attention(
-    q: Float[Array, "B N H"],
-    prompt_k: Float[Array, "prompt K S H"],
+    q: Float[Array, "prompt completion N H"],
+    prompt_k: Float[Array, "prompt K H S"],
     prompt_v: Float[Array, "prompt K S H"],
     prompt_visible: Bool[Array, "prompt S"],
-    own_k: Float[Array, "B K W H"],
-    own_v: Float[Array, "B K W H"],
+    own_k: Float[Array, "prompt completion K H W"],
+    own_v: Float[Array, "prompt completion K W H"],
     own_visible: Bool[Array, " W"],
-) -> Float[Array, "B N H"]:
-    """One query a row over its prompt's keys and its own; B = prompt * completions.
+) -> Float[Array, "prompt completion N H"]:
+    """One query of every completion, over its prompt's keys and its own.
 
-    Rows of a prompt stand together and read its keys as one batch of queries, so those are neither
-    repeated nor read once a row. The softmax runs over both segments jointly, in float32. At least
-    one key of a row's own must be visible.
+    The completions of a prompt read its keys as one batch of queries, so those are neither repeated
+    nor read once a completion. The two softmaxes, in float32, are joined by their normalisers. At
+    least one own key must be visible; a prompt may have none.
     """
-    batch, num_heads, head_dim = q.shape
-    prompts, kv_heads = prompt_k.shape[:2]
-    q = (q * head_dim**-0.5).reshape(prompts, -1, kv_heads, num_heads // kv_heads, head_dim)
-    completions = q.shape[1]
-    own_k, own_v = (a.reshape(prompts, completions, *a.shape[1:]) for a in (own_k, own_v))
+    prompts, completions, num_heads, head_dim = q.shape
+    kv_heads = prompt_k.shape[1]
+    q = (q * head_dim**-0.5).reshape(prompts, completions, kv_heads, -1, head_dim)
 
-    float32 = {"preferred_element_type": jnp.float32}
-    low = jnp.finfo(jnp.float32).min
-    prompt_scores = jnp.einsum("PCKGH,PKSH->PCKGS", q, prompt_k, **float32)
-    prompt_scores = jnp.where(prompt_visible[:, None, None, None], prompt_scores, low)
-    own_scores = jnp.einsum("PCKGH,PCKWH->PCKGW", q, own_k, **float32)
-    own_scores = jnp.where(own_visible, own_scores, low)
+    def by_prompt(x):
+        return jnp.swapaxes(x, 1, 2).reshape(prompts, kv_heads, -1, x.shape[-1])
 
-    top = jnp.maximum(prompt_scores.max(-1), own_scores.max(-1))[..., None]
-    prompt_weights = jnp.exp(prompt_scores - top)
-    own_weights = jnp.exp(own_scores - top)
-    total = prompt_weights.sum(-1) + own_weights.sum(-1)
-    out = jnp.einsum("PCKGS,PKSH->PCKGH", prompt_weights.astype(q.dtype), prompt_v, **float32)
-    out += jnp.einsum("PCKGW,PCKWH->PCKGH", own_weights.astype(q.dtype), own_v, **float32)
-    return (out / total[..., None]).astype(q.dtype).reshape(batch, num_heads, head_dim)
+    def by_completion(x):
+        return jnp.swapaxes(x.reshape(prompts, kv_heads, completions, -1, x.shape[-1]), 1, 2)
+
+    read = _attend(by_prompt(q), prompt_k, prompt_v, prompt_visible[:, None])
+    prompt_out, prompt_top, prompt_total = map(by_completion, read)
+    own_out, own_top, own_total = _attend(q, own_k, own_v, own_visible)
+    top = jnp.maximum(prompt_top, own_top)
+    prompt_share, own_share = jnp.exp(prompt_top - top), jnp.exp(own_top - top)
+    total = prompt_share * prompt_total + own_share * own_total
+    out = (prompt_share * prompt_out + own_share * own_out) / total
+    return out.astype(q.dtype).reshape(prompts, completions, num_heads, head_dim)
+
+
+def _attend(
+    q: Float[Array, "*rows G H"],
+    k: Float[Array, "*rows H S"],
+    v: Float[Array, "*rows S H"],
+    visible: Bool[Array, "*some S"],
+) -> tuple[Float[Array, "*rows G H"], Float[Array, "*rows G 1"], Float[Array, "*rows G 1"]]:
+    """The weighted sum of values, not yet normalised; the greatest score; the sum of weights."""
+    scores = jnp.einsum("...GH,...HS->...GS", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(visible[..., None, :], scores, jnp.finfo(jnp.float32).min)
+    top = scores.max(-1, keepdims=True)
+    weights = jnp.exp(scores - top)
+    out = jnp.einsum(
+        "...GS,...SH->...GH", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
+    return out, top, weights.sum(-1, keepdims=True)

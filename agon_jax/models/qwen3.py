@@ -170,18 +170,25 @@ def _everything(lm: Qwen3, tokens, positions, mask):
     return lm.logits(lm(tokens, positions, mask))
 
 
+def stacked_layers(variables: PyTree) -> PyTree:
+    """The variables of all blocks, leaves [L, ...]."""
+    return {name: tree["layers"] for name, tree in variables.items() if "layers" in tree}
+
+
 def layer(variables: PyTree, index: int | Int[Array, ""]) -> PyTree:
     """The variables of one block, for `Block.apply`, out of the scanned stack."""
-    stacked = {name: tree["layers"] for name, tree in variables.items() if "layers" in tree}
-    return jax.tree.map(lambda leaf: leaf[index], stacked)
+    return jax.tree.map(lambda leaf: leaf[index], stacked_layers(variables))
 
 
 class DecodeCache(NamedTuple):
-    """What one more token of every row needs: keys and values by layer, and how far they reach."""
+    """What one more token of every row needs: keys and values, and how far they reach.
 
-    prompt: tuple[KeysValues, ...]  # by layer [prompt K S H], right-padded
+    `prompt` and `own` are one KeysValues with a leading L axis, or a tuple of one for each layer.
+    """
+
+    prompt: KeysValues | tuple[KeysValues, ...]  # keys [prompt K H S], values [prompt K S H]
     prompt_lengths: Int[Array, " prompt"]
-    own: tuple[KeysValues, ...]  # by layer [B K W H], B = prompt * completions
+    own: KeysValues | tuple[KeysValues, ...]  # keys [prompt completion K H W], values [.. K W H]
     step: Int[Array, ""]  # entries of `own` that are filled; the same in every row
 
 
@@ -189,48 +196,91 @@ def init_cache(
     keys_values: KeysValues, prompt_lengths: Int[Array, " prompt"], completions: int
 ) -> DecodeCache:
     """The cache after `prefill` of right-padded prompts, for `completions` rows a prompt, W = 0."""
-    keys, values = (jnp.moveaxis(leaf, -2, -3) for leaf in keys_values)  # [L prompt K S H]
-    prompt = tuple(KeysValues(k, v) for k, v in zip(keys, values, strict=True))
-    _, prompts, kv_heads, _, head_dim = keys.shape
-    nothing = jnp.zeros((prompts * completions, kv_heads, 0, head_dim), keys.dtype)
-    own = (KeysValues(nothing, nothing),) * len(prompt)
-    return DecodeCache(prompt, prompt_lengths, own, jnp.zeros((), jnp.int32))
+    keys = jnp.einsum("LPSKH->LPKHS", keys_values.keys)
+    values = jnp.einsum("LPSKH->LPKSH", keys_values.values)
+    layers, prompts, kv_heads, head_dim, _ = keys.shape
+    rows = (layers, prompts, completions, kv_heads)
+    own = KeysValues(
+        jnp.zeros((*rows, head_dim, 0), keys.dtype), jnp.zeros((*rows, 0, head_dim), keys.dtype)
+    )
+    return DecodeCache(KeysValues(keys, values), prompt_lengths, own, jnp.zeros((), jnp.int32))
+
+
+def unstack_cache(cache: DecodeCache) -> DecodeCache:
+    """The same cache by layer."""
+
+    def by_layer(stacked: KeysValues) -> tuple[KeysValues, ...]:
+        return tuple(map(KeysValues, *stacked))
+
+    return cache._replace(prompt=by_layer(cache.prompt), own=by_layer(cache.own))
 
 
 def widen_cache(cache: DecodeCache, window: int) -> DecodeCache:
     """The same cache with room for `window` entries of each row's own."""
 
-    def widen(leaf):
-        return jnp.pad(leaf, ((0, 0), (0, 0), (0, window - leaf.shape[2]), (0, 0)))
+    def widen(leaf, axis):
+        widths = [(0, 0)] * leaf.ndim
+        widths[axis] = (0, window - leaf.shape[axis])
+        return jnp.pad(leaf, widths)
 
-    return cache._replace(own=jax.tree.map(widen, cache.own))
+    own = jax.tree.map(
+        lambda kv: KeysValues(widen(kv.keys, -1), widen(kv.values, -2)),
+        cache.own,
+        is_leaf=lambda node: isinstance(node, KeysValues),
+    )
+    return cache._replace(own=own)
 
 
 def decode(
-    lm: Qwen3, variables: PyTree[Float[Array, "..."]], tokens: Int[Array, " B"], cache: DecodeCache
-) -> tuple[Float[Array, "B D"], DecodeCache]:
+    lm: Qwen3,
+    variables: PyTree[Float[Array, "..."]],
+    tokens: Int[Array, "prompt completion"],
+    cache: DecodeCache,
+    layers: tuple[PyTree[Float[Array, "..."]], ...] | None = None,
+) -> tuple[Float[Array, "prompt completion D"], DecodeCache]:
     """Final hidden states of one more token a row, and the cache that holds it too.
 
-    It stands at position prompt_length + step. The completions of a prompt stand together in B, and
-    cache.step must be below W.
+    The token stands at position prompt_length + step; cache.step must be below W. With a cache by
+    layer, `layers` holds the weights of each (`layer`), and the layers are unrolled; otherwise they
+    are scanned, and the weights read where they lie.
     """
     block = Block(lm.config, lm.dtype, lm.lora)
-    prompts, width = cache.prompt_lengths.shape[0], cache.prompt[0].keys.shape[2]
-    positions = jnp.repeat(cache.prompt_lengths + cache.step, tokens.shape[0] // prompts)[:, None]
-    prompt_visible = jnp.arange(width) < cache.prompt_lengths[:, None]
-    own_visible = jnp.arange(cache.own[0].keys.shape[2]) <= cache.step
-    x = lm.apply(variables, tokens[:, None], method="embed")
-    own = []
-    for index, (prompt, past) in enumerate(zip(cache.prompt, cache.own, strict=True)):
-        weights = layer(variables, index)
+    rows = tokens.shape
+    positions = jnp.repeat(cache.prompt_lengths + cache.step, rows[1])[:, None]
+
+    def through(x, weights, prompt, own, index=()):
+        """One layer; `own` is its own entries, or those of all where index = (layer,)."""
         q, k, v = block.apply(weights, x, positions, method="project")
-        at = (0, 0, cache.step, 0)
-        keys = jax.lax.dynamic_update_slice(past.keys, jnp.swapaxes(k, 1, 2), at)
-        values = jax.lax.dynamic_update_slice(past.values, jnp.swapaxes(v, 1, 2), at)
-        attended = shared_prompt_attention(
-            q[:, 0], prompt.keys, prompt.values, prompt_visible, keys, values, own_visible
+        q, k, v = (a.reshape(*rows, *a.shape[2:]) for a in (q, k, v))
+        own = KeysValues(
+            _write(own.keys, k[..., None], (*index, 0, 0, 0, 0, cache.step)),
+            _write(own.values, v[..., None, :], (*index, 0, 0, 0, cache.step, 0)),
         )
-        x = block.apply(weights, x, attended[:, None], method="finish")
-        own.append(KeysValues(keys, values))
-    hidden = lm.apply(variables, x, method="final_norm")[:, 0]
-    return hidden, cache._replace(own=tuple(own), step=cache.step + 1)
+        past = KeysValues(*(leaf[index] for leaf in own))
+        visible = jnp.arange(prompt.values.shape[-2]) < cache.prompt_lengths[:, None]
+        own_visible = jnp.arange(past.values.shape[-2]) <= cache.step
+        attended = shared_prompt_attention(q, *prompt, visible, *past, own_visible)
+        attended = attended.reshape(-1, 1, *attended.shape[2:])
+        return block.apply(weights, x, attended, method="finish"), own
+
+    def scanned(carry, inputs):
+        weights, prompt, index = inputs
+        return through(carry[0], weights, prompt, carry[1], (index,)), None
+
+    x = lm.apply(variables, tokens.reshape(-1, 1), method="embed")
+    if layers is None:
+        inputs = (stacked_layers(variables), cache.prompt, jnp.arange(lm.config.num_layers))
+        (x, own), _ = jax.lax.scan(scanned, (x, cache.own), inputs)
+    else:
+        own = []
+        for weights, prompt, past in zip(layers, cache.prompt, cache.own, strict=True):
+            x, past = through(x, weights, prompt, past)
+            own.append(past)
+        own = tuple(own)
+    hidden = lm.apply(variables, x, method="final_norm").reshape(*rows, -1)
+    return hidden, cache._replace(own=own, step=cache.step + 1)
+
+
+def _write(cache, entry, place):
+    entry = entry.reshape((1,) * (cache.ndim - entry.ndim) + entry.shape)
+    return jax.lax.dynamic_update_slice(cache, entry, place)

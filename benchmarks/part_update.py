@@ -1,0 +1,111 @@
+"""The update: one GRPO step of one policy on one batch of rollouts, optimizer included."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+from measure import compile_clock, matmul_flops, median, peak_memory_mb, timed
+from work import (
+    LORA,
+    TEMPERATURE,
+    Work,
+    attention_flops,
+    head_parameters,
+    init_weights,
+    matrix_parameters,
+    random_tokens,
+)
+
+from agon_jax.batching import Batch, Row, make_batch, to_global
+from agon_jax.config import (
+    GrpoConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    SamplingConfig,
+)
+from agon_jax.sharding import make_mesh, place
+from agon_jax.update import TrainState, make_update
+
+
+def run(work: Work, args: argparse.Namespace) -> dict[str, Any]:
+    """Tokens a second, prompts included, and the share of what the matrix products allow."""
+    update, state, base, batch = prepare(work, args, GrpoConfig())
+
+    def once():
+        nonlocal state
+        state, metrics = update(state, base, batch)
+        return metrics
+
+    with compile_clock() as compiling:
+        first = timed(once, 1)[0]
+    with compile_clock() as recompiling:
+        seconds = timed(once, args.reps)
+    tokens = work.rows * (work.prompt_tokens + work.new_tokens)
+    flops = least_flops(work, args.lora)
+    limit = matmul_flops(args.dtype) * jax.device_count()
+    return {
+        "tokens_per_s": tokens / median(seconds),
+        "seconds": seconds,
+        "first_call_s": first,
+        "compile_s": compiling.seconds,
+        "recompilations": recompiling.programs,
+        "peak_memory_mb": peak_memory_mb(),
+        "gflop": flops / 1e9,
+        "limit": "matmul",
+        "share_of_limit": flops / limit / median(seconds),
+    }
+
+
+def prepare(
+    work: Work, args: argparse.Namespace, grpo: GrpoConfig
+) -> tuple[Callable, TrainState, PyTree, Batch]:
+    """The compiled update and its arguments: a stack of one policy, all rows live and full."""
+    settings = RunConfig(
+        model=ModelConfig(train="lora" if args.lora else "full"),
+        lora=LORA,
+        sampling=SamplingConfig(temperature=TEMPERATURE, max_new_tokens=work.new_tokens),
+        grpo=grpo,
+        optimizer=OptimizerConfig(micro_batch=args.micro_batch),
+        mesh=MeshConfig(),
+        steps=1000,
+    )
+    lm, base, trainables = init_weights(work, args.lora, 1, args.param_dtype, args.dtype)
+    mesh = make_mesh(settings.mesh)
+    init_state, update = make_update(lm, settings, mesh, work.model.vocab_size)
+    state = init_state(place(trainables, mesh, ("policy",)))
+    batch = to_global(make_batch([rollouts(work)], 0, mesh), mesh)
+    return update, state, place(base, mesh), batch
+
+
+def rollouts(work: Work) -> list[Row]:
+    prompts = random_tokens(work, (work.rows, work.prompt_tokens), seed=1)
+    completions = random_tokens(work, (work.rows, work.new_tokens), seed=2)
+    advantages = np.random.default_rng(3).normal(size=work.rows)
+    logprobs = np.full(work.new_tokens, -np.log(work.model.vocab_size), np.float32)
+    return [
+        Row(prompt, completion, logprobs, advantage, live=True, truncated=False)
+        for prompt, completion, advantage in zip(prompts, completions, advantages, strict=True)
+    ]
+
+
+def least_flops(work: Work, lora: bool) -> int:
+    """Of the matrix products without recomputation, causal attention, and a head on completions.
+
+    A trained matrix costs three products a token (value, input's and its own gradient), a frozen
+    one two.
+    """
+    model, time = work.model, work.prompt_tokens + work.new_tokens
+    products = 2 if lora else 3
+    flops = 2 * products * matrix_parameters(model) * work.rows * time
+    flops += 2 * products * head_parameters(model) * work.rows * work.new_tokens
+    flops += 3 * attention_flops(model, work.rows * time**2 // 2)
+    if lora:  # A and B of all seven matrices, trained
+        sides = 7 * model.embed_dim + 3 * model.mlp_dim
+        sides += 2 * model.head_dim * (model.num_heads + model.num_kv_heads)
+        flops += 2 * 3 * LORA.rank * model.num_layers * sides * work.rows * time
+    return flops
