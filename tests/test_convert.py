@@ -194,6 +194,7 @@ def test_a_saved_directory_has_the_tokenizer_and_token_ids_of_the_one_it_is_like
     new = directory.parent / "new"
     fields = json.loads((new / "config.json").read_text())
     assert (fields["eos_token_id"], fields["max_position_embeddings"]) == ([5, 6], 99)
+    assert len({file.stat().st_mode for file in new.iterdir()}) == 1  # who reads one reads all
     assert {file.name for file in new.iterdir()} == {
         "config.json",
         "model.safetensors",

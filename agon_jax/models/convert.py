@@ -280,6 +280,7 @@ def _write_tensors(
     for file_name, shard in zip(names, shards, strict=True):
         tensors = {name: _published(params, places[name]) for name in shard}
         save_file(tensors, directory / file_name, metadata={"format": "pt"})
+        shutil.copymode(directory / CONFIG, directory / file_name)  # it keeps others out
     if len(shards) > 1:
         weight_map = {name: f for f, shard in zip(names, shards, strict=True) for name in shard}
         metadata = {"total_size": sum(sizes.values())}
