@@ -85,11 +85,12 @@ class Progress:
         """The figures of a finished step, numbered from 0."""
         now = time.monotonic()
         self._marks.append(now)
-        if len(self._marks) > 2 and self._marks[0] == self._began:
+        first = len(self._marks) == 2 and self._marks[0] == self._began
+        if not first and self._marks[0] == self._began:
             self._marks.popleft()  # the first step compiles: it says nothing about the others
         seconds = (self._marks[-1] - self._marks[0]) / (len(self._marks) - 1)
         self._done = step + 1
-        figures = step_line(metrics, seconds, self._total - self._done)
+        figures = step_line(metrics, seconds, None if first else self._total - self._done)
         if self._bar:
             self._bar.update(self._task, completed=self._done)
         if now - self._said >= BETWEEN_STEPS_S or step == 0 or self._done == self._total:
@@ -123,23 +124,27 @@ class Progress:
                 )
 
 
-def step_line(metrics: Mapping[str, float], seconds: float, steps_left: int) -> str:
-    """A step in one line; seconds are those of a step. A figure that is not there is left out."""
+def step_line(metrics: Mapping[str, float], seconds: float, steps_left: int | None) -> str:
+    """A step in one line; seconds are those of a step, and steps_left is None where they tell
+    nothing of the next one. A figure that is not there is left out."""
     stages = [name for name in ("draft", "challenge") if f"{name}/reward" in metrics]
     parts = [
-        "reward " + ", ".join(f"{name} {metrics[f'{name}/reward']:.6g}" for name in stages),
+        "reward " + ", ".join(f"{name} {metrics[f'{name}/reward']:.3g}" for name in stages),
         "pass " + ", ".join(f"{name} {metrics[f'{name}/pass_rate']:.1%}" for name in stages),
         f"live {metrics['live_groups']:.0%}",
     ]
     for key, label in (("grad_norm", "grad norm"), ("kl", "KL")):
         values = [
-            f"{name.removeprefix('policy_').removesuffix('/' + key)} {value:.6g}"
+            f"{name.removeprefix('policy_').removesuffix('/' + key)} {value:.3g}"
             for name, value in metrics.items()
             if name.startswith("policy_") and name.endswith("/" + key)
         ]
         if values:
             parts.append(f"{label} {', '.join(values)}")
-    parts += [f"{seconds:.3g} s/step", f"ETA {duration(seconds * steps_left)}"]
+    if steps_left is None:
+        parts.append(f"{seconds:.3g} s with compilation")
+    else:
+        parts += [f"{seconds:.3g} s/step", f"ETA {duration(seconds * steps_left)}"]
     return " | ".join(parts)
 
 
