@@ -129,13 +129,13 @@ def step_line(metrics: Mapping[str, float], seconds: float, steps_left: int | No
     nothing of the next one. A figure that is not there is left out."""
     stages = [name for name in ("draft", "challenge") if f"{name}/reward" in metrics]
     parts = [
-        "reward " + ", ".join(f"{name} {metrics[f'{name}/reward']:.3g}" for name in stages),
+        "reward " + ", ".join(f"{name} {metrics[f'{name}/reward']:.6g}" for name in stages),
         "pass " + ", ".join(f"{name} {metrics[f'{name}/pass_rate']:.1%}" for name in stages),
         f"live {metrics['live_groups']:.0%}",
     ]
     for key, label in (("grad_norm", "grad norm"), ("kl", "KL")):
         values = [
-            f"{name.removeprefix('policy_').removesuffix('/' + key)} {value:.3g}"
+            f"{name.removeprefix('policy_').removesuffix('/' + key)} {value:.6g}"
             for name, value in metrics.items()
             if name.startswith("policy_") and name.endswith("/" + key)
         ]

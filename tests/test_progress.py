@@ -40,8 +40,8 @@ class Terminal(io.StringIO):
 
 def test_a_step_is_one_line():
     assert step_line(METRICS, seconds=5.25, steps_left=175) == (
-        "reward draft 1.23, challenge 2 | pass draft 41.2%, challenge 50.0% | live 88%"
-        " | grad norm A 0.000123, B 3 | KL A 0.01 | 5.25 s/step | ETA 15m 19s"
+        "reward draft 1.23457, challenge 2 | pass draft 41.2%, challenge 50.0% | live 88%"
+        " | grad norm A 0.000123456, B 3 | KL A 0.01 | 5.25 s/step | ETA 15m 19s"
     )
     alone = {"draft/reward": 1.0, "draft/pass_rate": 0.0, "live_groups": 1.0}
     assert step_line(alone, 1.0, 0) == (
@@ -107,7 +107,7 @@ def test_a_terminal_gets_a_bar(monkeypatch):
         shown.phase("challenges [2/4]")  # brackets are text, not markup
         shown.step(0, METRICS)
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())  # without the colours
-    assert "1/3 steps | reward draft 1.23" in shown
+    assert "1/3 steps | reward draft 1.23457" in shown
     assert re.search(r"challenges \[2/4\] \S+ 1/3 0:00", shown)
     assert "progress" not in [thread.name for thread in threading.enumerate()]
 
