@@ -5,6 +5,8 @@ B batch, T query time, S key time, D embed, N query heads, K key/value heads, G 
 key/value head (N = K G), H head dim, F mlp, V vocab, L layer, R rank, P policy.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -14,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from agon_jax.config import LoraConfig
 
 QUERY_BLOCK = 512  # queries whose scores exist at once; longer sequences go block by block
+MASKED = -1e30  # added to a score: nothing is left of it, and a row of nothing else stays finite
 
 
 class RMSNorm(nn.Module):
@@ -26,7 +29,8 @@ class RMSNorm(nn.Module):
     def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         x = x.astype(jnp.float32)
-        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
+        mean_square = jnp.einsum("...D,...D->...", x, x) / x.shape[-1]
+        x = jnp.einsum("...D,...->...D", x, jax.lax.rsqrt(mean_square + self.epsilon))
         return x.astype(self.dtype) * scale.astype(self.dtype)
 
 
@@ -43,18 +47,53 @@ class Einsum(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T *inputs"]) -> Float[Array, "B T *outputs"]:
-        kernel = self.param("kernel", nn.initializers.normal(0.02), self.shape)
-        y = jnp.einsum(self.equation, x, kernel.astype(self.dtype))
+        kernel = self.param("kernel", nn.initializers.normal(0.02), self.shape).astype(self.dtype)
         if self.lora is None or not self.has_variable("lora", "a"):
-            return y
-        a = self.get_variable("lora", "a").astype(self.dtype)
-        b = self.get_variable("lora", "b").astype(self.dtype)
-        inputs, outputs = self.equation.split("->")
-        inputs, kernel_axes = inputs.split(",")
-        contracted = "".join(axis for axis in kernel_axes if axis in inputs)
-        produced = "".join(axis for axis in kernel_axes if axis not in inputs)
-        low = jnp.einsum(f"{inputs},{contracted}R->BTR", x, a)
-        return y + self.lora.scale * jnp.einsum(f"BTR,R{produced}->{outputs}", low, b)
+            return jnp.einsum(self.equation, x, kernel)
+        a, b = (self.get_variable("lora", name).astype(self.dtype) for name in "ab")
+        return _adapted(self.equation, self.lora.scale, x, kernel, a, b)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _adapted(equation, scale, x, kernel, a, b):
+    """x W + scale (x A) B, with a backward pass of its own.
+
+    The mathematics is what jax would derive. Derived, the products of the small gradients want
+    their wide operands transposed, and every product computes its operands again: on a CPU that
+    took twice the time.
+    """
+    return _adapted_forward(equation, scale, x, kernel, a, b)[0]
+
+
+def _adapted_forward(equation, scale, x, kernel, a, b):
+    outer, inner, outputs, produced = _axes(equation)
+    low = jnp.einsum(f"{outer},{inner}R->BTR", x, a)
+    y = jnp.einsum(equation, x, kernel) + scale * jnp.einsum(f"BTR,R{produced}->{outputs}", low, b)
+    return y, (x, kernel, a, b, low)
+
+
+def _adapted_backward(equation, scale, saved, dy):
+    x, kernel, a, b, low = saved
+    outer, inner, outputs, produced = _axes(equation)
+    dy = jax.lax.optimization_barrier(dy)
+    dlow = scale * jnp.einsum(f"{outputs},R{produced}->BTR", dy, b)
+    dx = jnp.einsum(f"{outputs},{inner}{produced}->{outer}", dy, kernel)
+    dx += jnp.einsum(f"BTR,{inner}R->{outer}", dlow, a)
+    dkernel = jnp.einsum(f"{outer},{outputs}->{inner}{produced}", x, dy)
+    da = jnp.moveaxis(jnp.einsum(f"BTR,{outer}->R{inner}", dlow, x), 0, -1)
+    db = scale * jnp.einsum(f"BTR,{outputs}->R{produced}", low, dy)
+    return dx, dkernel, da, db
+
+
+_adapted.defvjp(_adapted_forward, _adapted_backward)
+
+
+def _axes(equation: str) -> tuple[str, str, str, str]:
+    """Of "BTD,DNH->BTNH": the input's axes, those contracted, the output's, those produced."""
+    operands, outputs = equation.split("->")
+    outer, kernel = operands.split(",")
+    inner = "".join(axis for axis in kernel if axis in outer)
+    return outer, inner, outputs, kernel.removeprefix(inner)
 
 
 def rope(
@@ -74,36 +113,53 @@ def causal_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
-    positions: Int[Array, "B T"],
     mask: Bool[Array, "B T"],
 ) -> Float[Array, "B T N H"]:
     """Grouped-query attention of a sequence to its own past, scale H^-0.5, softmax in float32.
 
-    Who sees whom is decided by position, not by slot, so padding may stand on either side; query
-    head n reads key/value head n // G. Rows of padding give finite, meaningless values. Scores are
-    held for QUERY_BLOCK queries at a time and recomputed in the backward pass beyond that.
+    A row's tokens stand in order, with padding on either side; query head n reads key/value head
+    n // G. Rows of padding give finite, meaningless values. Scores are computed again in the
+    backward pass. Up to QUERY_BLOCK queries go in quarters, each over the keys up to its own end,
+    which leaves out most pairs that do not count; more of them go through a loop, which has the
+    scores of QUERY_BLOCK queries in memory at a time.
     """
     batch, time, num_heads, head_dim = q.shape
     kv_heads = k.shape[2]
-    q = (q * head_dim**-0.5).reshape(batch, time, kv_heads, num_heads // kv_heads, head_dim)
+    q = (q * head_dim**-0.5).reshape(batch, time, kv_heads, -1, head_dim)
+    q = jnp.einsum("BTKGH->BKGTH", q)
+    k, v = jnp.einsum("BSKH->BKHS", k), jnp.einsum("BSKH->BKSH", v)
+    slots = jnp.arange(time)
 
-    def attend(q_block, block_positions):
-        scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_block, k).astype(jnp.float32)
-        visible = (positions[:, None] <= block_positions[:, :, None]) & mask[:, None]
-        scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        return jnp.einsum("BKGTS,BSKH->BTKGH", weights, v)
+    @jax.checkpoint
+    def attend(q, q_slots, k, v):
+        end = k.shape[-1]
+        seen = mask[:, None, :end] & (slots[:end] <= q_slots[:, None])
+        scores = q.reshape(batch, kv_heads, -1, head_dim) @ k
+        scores = scores.reshape(*q.shape[:-1], end).astype(jnp.float32)
+        scores += jnp.where(seen, 0.0, MASKED)[:, None, None]
+        top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+        weights = jnp.exp(scores - top).reshape(batch, kv_heads, -1, end)
+        share = (1 / weights.sum(-1)).astype(v.dtype)
+        out = jnp.einsum("BKQH,BKQ->BKQH", weights.astype(v.dtype) @ v, share)
+        return out.reshape(q.shape)
 
     if time <= QUERY_BLOCK:
-        return attend(q, positions).reshape(batch, time, num_heads, head_dim)
-    padding = -time % QUERY_BLOCK
-    q = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0), (0, 0)))
-    block_positions = jnp.pad(positions, ((0, 0), (0, padding)))
-    blocks = (time + padding) // QUERY_BLOCK
-    q = jnp.moveaxis(q.reshape(batch, blocks, QUERY_BLOCK, *q.shape[2:]), 1, 0)
-    block_positions = jnp.moveaxis(block_positions.reshape(batch, blocks, QUERY_BLOCK), 1, 0)
-    out = jax.lax.map(lambda args: jax.checkpoint(attend)(*args), (q, block_positions))
-    return jnp.moveaxis(out, 0, 1).reshape(batch, time + padding, num_heads, head_dim)[:, :time]
+        quarter = -(-time // 4)
+        ends = [(start, min(start + quarter, time)) for start in range(0, time, quarter)]
+        out = [
+            attend(q[..., start:end, :], slots[start:end], k[..., :end], v[..., :end, :])
+            for start, end in ends
+        ]
+        out = jnp.concatenate(out, axis=-2)
+    else:
+        blocks = -(-time // QUERY_BLOCK)
+        padding = blocks * QUERY_BLOCK - time
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, padding), (0, 0)))
+        q = jnp.moveaxis(q.reshape(*q.shape[:3], blocks, QUERY_BLOCK, head_dim), 3, 0)
+        q_slots = jnp.arange(blocks * QUERY_BLOCK).reshape(blocks, QUERY_BLOCK)
+        out = jax.lax.map(lambda block: attend(*block, k, v), (q, q_slots))
+        out = jnp.moveaxis(out, 0, 3).reshape(*q.shape[1:4], -1, head_dim)[..., :time, :]
+    return jnp.einsum("BKGTH->BTKGH", out).reshape(batch, time, num_heads, head_dim)
 
 
 def shared_prompt_attention(

@@ -85,7 +85,7 @@ class Block(nn.Module):
 
     def __call__(self, x, positions, mask, keep_keys_values: bool):
         q, k, v = self.project(x, positions)
-        x = self.finish(x, causal_attention(q, k, v, positions, mask))
+        x = self.finish(x, causal_attention(q, k, v, mask))
         return x, (k, v) if keep_keys_values else None
 
 
