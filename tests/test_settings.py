@@ -163,7 +163,7 @@ def test_base_gin_is_the_defaults():
 
 def test_a_method_file_leaves_nothing_of_another_method():
     methods = {f: load_run([f]).method for f in FILES if f.startswith("methods/")}
-    assert len(set(methods.values())) == len(methods) == 9
+    assert len(set(methods.values())) == len(methods) == 10
     for first in methods:
         for last, method in methods.items():
             assert load_run([first, last]).method == method
