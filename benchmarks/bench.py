@@ -13,10 +13,11 @@ from collections.abc import Sequence
 
 import jax
 import part_sample
+import part_step
 import part_update
 from work import CONFIGS
 
-PARTS = {"sample": part_sample.run, "update": part_update.run}
+PARTS = {"sample": part_sample.run, "update": part_update.run, "step": part_step.run}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -28,9 +29,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--lora", action="store_true", help="adapters on a frozen base, not full trees"
     )
-    parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--reps", type=int, default=5, help="timed calls after the first")
     parser.add_argument(
-        "--micro-batch", type=int, default=0, help="rows of one backward pass; 0: all at once"
+        "--micro-batch",
+        type=int,
+        default=8,
+        help="rows of one backward pass; 0: all at once (default: %(default)s, which suits a CPU)",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--param-dtype", choices=("float32", "bfloat16"), default="float32")

@@ -1,11 +1,12 @@
 """The update: one GRPO step of one policy on one batch of rollouts, optimizer included."""
 
 import argparse
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 from measure import compile_clock, matmul_flops, median, peak_memory_mb, timed
 from work import (
@@ -21,24 +22,25 @@ from work import (
 
 from agon_jax.batching import Batch, Row, make_batch, to_global
 from agon_jax.config import (
-    GrpoConfig,
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,
     SamplingConfig,
 )
+from agon_jax.models.qwen3 import Qwen3
 from agon_jax.sharding import make_mesh, place
 from agon_jax.update import TrainState, make_update
 
 
 def run(work: Work, args: argparse.Namespace) -> dict[str, Any]:
     """Tokens a second, prompts included, and the share of what the matrix products allow."""
-    update, state, base, batch = prepare(work, args, GrpoConfig())
+    prepared = prepare(work, args)
+    state, batch = prepared.state, prepared.batch(rollouts(work))
 
     def once():
         nonlocal state
-        state, metrics = update(state, base, batch)
+        state, metrics = prepared.update(state, prepared.base, batch)
         return metrics
 
     with compile_clock() as compiling:
@@ -61,15 +63,24 @@ def run(work: Work, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def prepare(
-    work: Work, args: argparse.Namespace, grpo: GrpoConfig
-) -> tuple[Callable, TrainState, PyTree, Batch]:
-    """The compiled update and its arguments: a stack of one policy, all rows live and full."""
+class Prepared(NamedTuple):
+    """The update of a stack of one policy, and what it works on."""
+
+    lm: Qwen3
+    mesh: Mesh
+    update: Callable[[TrainState, PyTree, Batch], tuple[TrainState, dict[str, jax.Array]]]
+    state: TrainState
+    base: PyTree
+
+    def batch(self, rows: Sequence[Row]) -> Batch:
+        return to_global(make_batch([rows], 0, self.mesh), self.mesh)
+
+
+def prepare(work: Work, args: argparse.Namespace) -> Prepared:
     settings = RunConfig(
         model=ModelConfig(train="lora" if args.lora else "full"),
         lora=LORA,
         sampling=SamplingConfig(temperature=TEMPERATURE, max_new_tokens=work.new_tokens),
-        grpo=grpo,
         optimizer=OptimizerConfig(micro_batch=args.micro_batch),
         mesh=MeshConfig(),
         steps=1000,
@@ -78,11 +89,11 @@ def prepare(
     mesh = make_mesh(settings.mesh)
     init_state, update = make_update(lm, settings, mesh, work.model.vocab_size)
     state = init_state(place(trainables, mesh, ("policy",)))
-    batch = to_global(make_batch([rollouts(work)], 0, mesh), mesh)
-    return update, state, place(base, mesh), batch
+    return Prepared(lm, mesh, update, state, place(base, mesh))
 
 
 def rollouts(work: Work) -> list[Row]:
+    """As many as a step draws, all of them live and of full length."""
     prompts = random_tokens(work, (work.rows, work.prompt_tokens), seed=1)
     completions = random_tokens(work, (work.rows, work.new_tokens), seed=2)
     advantages = np.random.default_rng(3).normal(size=work.rows)
