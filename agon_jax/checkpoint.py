@@ -38,7 +38,7 @@ class Checkpoints:
         """(step, states, record) of the newest checkpoint; (0, `states`, {}) where there is none.
 
         What is restored has the shapes, dtypes and shardings of `states`; a checkpoint of another
-        rank, policy count or model is refused, and Orbax names the leaf.
+        rank, policy count or model is refused with both shapes.
         """
         step = self._manager.latest_step()
         if step is None:
