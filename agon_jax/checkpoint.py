@@ -37,12 +37,13 @@ class Checkpoints:
     def restore_latest(self, states: PyTree) -> tuple[int, PyTree, dict[str, Any]]:
         """(step, states, record) of the newest checkpoint; (0, `states`, {}) where there is none.
 
-        What is restored has the shapes, dtypes and shardings of `states`; a checkpoint of another
-        rank, policy count or model is refused with both shapes.
+        What is restored has the shapes, dtypes and shardings of `states`. ValueError for a
+        checkpoint of another rank, policy count or model: it names a leaf and both shapes.
         """
         step = self._manager.latest_step()
         if step is None:
             return 0, states, {}
+        self._check_shapes(step, states)
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, states)
         with jax.transfer_guard("allow"):
             restored = self._manager.restore(
@@ -52,6 +53,22 @@ class Checkpoints:
                 ),
             )
         return step, restored["states"], restored["record"]
+
+    def _check_shapes(self, step: int, states: PyTree) -> None:
+        directory = Path(self._manager.directory) / str(step)
+        tree = ocp.StandardCheckpointHandler().metadata(directory / "states").tree
+        stored = {leaf.name: tuple(leaf.shape) for leaf in jax.tree.leaves(tree)}
+        wanted = {
+            jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape
+            for path, leaf in jax.tree_util.tree_flatten_with_path(states)[0]
+        }
+        for name in sorted(stored.keys() | wanted.keys()):
+            if stored.get(name) != wanted.get(name):
+                raise ValueError(
+                    f"{directory}: {name} is {stored.get(name, 'missing')} there and"
+                    f" {wanted.get(name, 'missing')} in this run: it was saved with another model,"
+                    " lora.rank, lora.targets, model.train or method.policies"
+                )
 
     def __enter__(self) -> "Checkpoints":
         return self
