@@ -40,6 +40,22 @@ def compile_clock() -> Iterator[CompileClock]:
         jax.monitoring.unregister_event_duration_listener(clock.record)
 
 
+def measured(run: Callable[[], Any], reps: int, tokens: int) -> dict[str, Any]:
+    """What every part reports of its call, of `tokens` tokens: the first one, then `reps` more."""
+    with compile_clock() as compiling:
+        first = timed(run, 1)[0]
+    with compile_clock() as recompiling:
+        seconds = timed(run, reps)
+    return {
+        "tokens_per_s": tokens / median(seconds),
+        "seconds": seconds,
+        "first_call_s": first,
+        "compile_s": compiling.seconds,
+        "recompilations": recompiling.programs,
+        "peak_memory_mb": peak_memory_mb(),
+    }
+
+
 def timed(run: Callable[[], Any], reps: int) -> list[float]:
     """Wall seconds of each of `reps` runs, sorted; `run` returns arrays, which are waited for."""
     seconds = []

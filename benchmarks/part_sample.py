@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jaxtyping import PyTree
-from measure import compile_clock, matmul_flops, median, memory_bandwidth, peak_memory_mb, timed
+from measure import matmul_flops, measured, median, memory_bandwidth
 from work import (
     TEMPERATURE,
     TOP_P,
@@ -34,21 +34,8 @@ def run(work: Work, args: argparse.Namespace) -> dict[str, Any]:
     def once():
         draw(base, trainables, 1)
 
-    with compile_clock() as compiling:
-        first = timed(once, 1)[0]
-    with compile_clock() as recompiling:
-        seconds = timed(once, args.reps)
-    peak = peak_memory_mb()
-    new_tokens = work.rows * work.new_tokens
-    return {
-        "tokens_per_s": new_tokens / median(seconds),
-        "seconds": seconds,
-        "first_call_s": first,
-        "compile_s": compiling.seconds,
-        "recompilations": recompiling.programs,
-        "peak_memory_mb": peak,
-        **_limits(work, args, median(seconds)),
-    }
+    result = measured(once, args.reps, work.rows * work.new_tokens)
+    return {**result, **_limits(work, args, median(result["seconds"]))}
 
 
 def prepare(

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import part_sample
 import part_update
-from measure import compile_clock, matmul_flops, median, peak_memory_mb, timed
+from measure import matmul_flops, measured, median
 from work import Work
 
 from agon_jax.batching import Row
@@ -38,21 +38,8 @@ def run(work: Work, args: argparse.Namespace) -> dict[str, Any]:
         state, metrics = prepared.update(state, prepared.base, prepared.batch(rows))
         return metrics
 
-    with compile_clock() as compiling:
-        first = timed(once, 1)[0]
-    with compile_clock() as recompiling:
-        seconds = timed(once, args.reps)
-    peak = peak_memory_mb()
+    result = measured(once, args.reps, work.rows * work.new_tokens)
     flops = part_sample.least_flops(work) + part_update.least_flops(work, args.lora)
     limit = matmul_flops(args.dtype) * jax.device_count()
-    return {
-        "tokens_per_s": work.rows * work.new_tokens / median(seconds),
-        "seconds": seconds,
-        "first_call_s": first,
-        "compile_s": compiling.seconds,
-        "recompilations": recompiling.programs,
-        "peak_memory_mb": peak,
-        "gflop": flops / 1e9,
-        "limit": "matmul",
-        "share_of_limit": flops / limit / median(seconds),
-    }
+    share = flops / limit / median(result["seconds"])
+    return {**result, "gflop": flops / 1e9, "limit": "matmul", "share_of_limit": share}

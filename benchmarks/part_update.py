@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
-from measure import compile_clock, matmul_flops, median, peak_memory_mb, timed
+from measure import matmul_flops, measured, median
 from work import (
     LORA,
     TEMPERATURE,
@@ -43,24 +43,11 @@ def run(work: Work, args: argparse.Namespace) -> dict[str, Any]:
         state, metrics = prepared.update(state, prepared.base, batch)
         return metrics
 
-    with compile_clock() as compiling:
-        first = timed(once, 1)[0]
-    with compile_clock() as recompiling:
-        seconds = timed(once, args.reps)
-    tokens = work.rows * (work.prompt_tokens + work.new_tokens)
+    result = measured(once, args.reps, work.rows * (work.prompt_tokens + work.new_tokens))
     flops = least_flops(work, args.lora)
     limit = matmul_flops(args.dtype) * jax.device_count()
-    return {
-        "tokens_per_s": tokens / median(seconds),
-        "seconds": seconds,
-        "first_call_s": first,
-        "compile_s": compiling.seconds,
-        "recompilations": recompiling.programs,
-        "peak_memory_mb": peak_memory_mb(),
-        "gflop": flops / 1e9,
-        "limit": "matmul",
-        "share_of_limit": flops / limit / median(seconds),
-    }
+    share = flops / limit / median(result["seconds"])
+    return {**result, "gflop": flops / 1e9, "limit": "matmul", "share_of_limit": share}
 
 
 class Prepared(NamedTuple):
