@@ -77,7 +77,9 @@ def token_logprobs(
         total = exp.sum(axis=-1)
         normalizer = jnp.log(total) + top[..., 0]
         chosen = jnp.take_along_axis(scaled, target_span[..., None], axis=-1)[..., 0]
-        entropy = normalizer - jnp.einsum("...V,...V->...", exp, scaled) / total
+        # A TPU would round float32 operands to bfloat16.
+        weighted = jnp.einsum("...V,...V->...", exp, scaled, precision="highest")
+        entropy = normalizer - weighted / total
         return chosen - normalizer, jax.lax.stop_gradient(entropy)
 
     def score_with_gradient(args):

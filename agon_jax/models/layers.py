@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from agon_jax.config import LoraConfig
 
 QUERY_BLOCK = 512  # queries whose scores exist at once; longer sequences go block by block
+EXACT = jax.lax.Precision.HIGHEST  # for sums: a TPU would round float32 operands to bfloat16
 MASKED = -1e30  # added to a score: nothing is left of it, and a row of nothing else stays finite
 
 
@@ -29,8 +30,8 @@ class RMSNorm(nn.Module):
     def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         x = x.astype(jnp.float32)
-        mean_square = jnp.einsum("...D,...D->...", x, x) / x.shape[-1]
-        x = jnp.einsum("...D,...->...D", x, jax.lax.rsqrt(mean_square + self.epsilon))
+        square = jnp.einsum("...D,...D->...", x, x, precision=EXACT) / x.shape[-1]
+        x = jnp.einsum("...D,...->...D", x, jax.lax.rsqrt(square + self.epsilon), precision=EXACT)
         return x.astype(self.dtype) * scale.astype(self.dtype)
 
 
@@ -140,7 +141,8 @@ def causal_attention(
         top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
         weights = jnp.exp(scores - top).reshape(batch, kv_heads, -1, end)
         share = (1 / weights.sum(-1)).astype(v.dtype)
-        out = jnp.einsum("BKQH,BKQ->BKQH", weights.astype(v.dtype) @ v, share)
+        out = weights.astype(v.dtype) @ v
+        out = jnp.einsum("BKQH,BKQ->BKQH", out, share, precision=EXACT)
         return out.reshape(q.shape)
 
     if time <= QUERY_BLOCK:
