@@ -27,6 +27,7 @@ def test_a_notebook_is_its_script(script):
     assert cells(script.with_suffix(".ipynb")) == cells(script)
 
 
+@pytest.mark.slow
 def test_the_quickstart_trains_and_shows_an_exchange(tmp_path, monkeypatch, capsys):
     source = (COLAB / "quickstart.py").read_text()
     settings = source.partition("SETTINGS = ")[2].partition("\n")[0]
