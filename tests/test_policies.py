@@ -52,7 +52,10 @@ def test_a_begins_as_the_base_and_b_beside_it(base):
     again = init_trainables(base, RUN)
     jax.tree.map(np.testing.assert_array_equal, adapters, again)
     other = init_trainables(base, replace(RUN, seed=RUN.seed + 1))
-    assert (second_matrices(policy_of(other, 1))[0] != noise[:1]).any()
+    drawn = np.concatenate([leaf.ravel() for leaf in second_matrices(policy_of(other, 1))])
+    assert (drawn != noise).all()
+    firsts = jax.tree.leaves({name: leaf["a"] for name, leaf in adapters["layers"].items()})
+    assert all((leaf[0] != leaf[1]).any() for leaf in firsts)
 
 
 def test_one_policy_is_the_first_of_two(base):
